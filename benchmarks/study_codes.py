@@ -14,6 +14,7 @@ a variant costs one forward pass of a window, and its rows are those of chunks o
 
     T-uu, T-uf, T-ff: levels of keys, of values. s3: the 8-bit scales beside the best one tried, too.
     G4, G5: of klt4, of 5 bits; G5-384: as many tokens; re: coded again from the finer code when it leaves the tail.
+    second: the second edition as it is built, T with M16 and F512 and copies in its own klt4; -uf, -ff: other levels.
 
 `--moments` prints what frames and means do to the error of scores by the moments of keys alone, which one window of KL
 cannot tell. table_codes.py writes the rows of KL as a table. `--repeated N` makes the last N tokens of each window a copy of its first ones, and scores these alone.
@@ -160,6 +161,13 @@ def variants(bits: int) -> dict[str, Variant]:
             add(f"-T-{levels}{grade}-re", tail, True, levels=levels)
             add(f"-T-{levels}{grade}-M-F512", tail, levels=levels, run=1, frame=512)
             add(f"-T-{levels}{grade}-M-F512-re", tail, True, levels=levels, run=1, frame=512)
+    second = {"run": 16, "frame": 512}
+    copies = None if bits == 4 else klt(4, levels="uu", **second)
+    for suffix, levels in (("", "uf" if bits == 2 else "uu"), ("-uf", "uf"), ("-ff", "ff")):
+        full = f"{name}-second{suffix}"
+        found[full] = Variant(
+            full, klt(bits, levels=levels, **second), 64 if copies else 128, copies, 448 if copies else 0
+        )
     return found
 
 

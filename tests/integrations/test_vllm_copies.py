@@ -183,7 +183,10 @@ def test_a_block_that_is_copied_in_part_is_read_packed(model, engine, monkeypatc
     [
         ({"additional_config": {"kvbits": {"raw_newest": 65}}}, "multiple of 64"),
         ({"additional_config": {"kvbits": {"raw_first": 64}}}, "pass raw_newest=64 too"),
-        ({"additional_config": {"kvbits": {"raw": 1}}}, "unknown option 'raw'.*raw_newest, raw_first, packed_copies, copies_share"),
+        (
+            {"additional_config": {"kvbits": {"raw": 1}}},
+            "unknown option 'raw'.*raw_newest, raw_first, packed_copies, copies_share",
+        ),
         ({"additional_config": {"kvbit": RAW["kvbits"]}}, "'kvbit', which nobody reads; did you mean 'kvbits'"),
     ],
 )

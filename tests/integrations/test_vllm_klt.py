@@ -122,6 +122,22 @@ def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, ca
         check(model("llama")[0], None, prompt, generate(llm, [prompt], 40)[0])
 
 
+def test_tokens_behind_the_raw_ones_are_read_from_finer_copies(model, engine, calibration):
+    """Copies of klt4 beside raw ones are nearer to the model than raw ones alone, and those nearer than none. Prompts
+    that are found in the prefix cache, and whose copies others wrote over, are read packed.
+    """
+    c, prompts, far = calibration("llama", "klt2"), [random_ids(n, n) for n in (330, 450)], []
+    for more in ({}, {"packed_copies": False}, {"raw_newest": 0}):
+        llm = engine("llama", "kvbits_klt2", **said(c, **more), max_num_seqs=1)
+        found = [generate(llm, [p], 24)[0] for p in prompts]
+        far.append(sum(distance(model("llama")[0], p, r) for p, r in zip(prompts, found, strict=True)))
+        if not more:
+            hits = [generate(llm, [p], 24)[0] for p in prompts]
+            assert [r[2] for r in hits] == [320, 448]
+            lost = sum(distance(model("llama")[0], p, r) for p, r in zip(prompts, hits, strict=True))
+    assert far[0] < 0.7 * far[1] < 0.7 * far[2] and lost > 2 * far[0], (far, lost)
+
+
 @pytest.mark.night
 def test_random_requests_in_a_tiny_pool(model, engine, calibration):
     """Preempted, recomputed, sharing prefixes, in rows that move, aborted: copies of others are never read."""

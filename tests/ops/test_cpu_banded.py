@@ -20,7 +20,7 @@ from kvbits.ops.cpu import store as store_cpu
 from kvbits.ops.cpu import structs
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.reference import store as store_reference
-from kvbits.ops.reference.dequantize import dequantize_pages, section
+from kvbits.ops.reference.dequantize import dequantize_pages, page_codes, section
 from kvbits.ops.store import STATUS_FIELDS
 from kvbits.ops.types import PageStore, Table
 from kvbits.quant.basis import completed
@@ -191,45 +191,75 @@ def closed(key, value, k, v, page_size, head_dim):
 
 
 def rows(page_size, head_dim, dtype):
-    """Tokens of very different size, a constant one, one of zeros, one with a single large number."""
+    """Tokens of very different size, a constant one, one of zeros, one with a single large number, whole numbers, very
+    small and very large ones.
+    """
     x = torch.randn(3, 2, page_size, head_dim) * torch.randn(3, 2, page_size, 1).exp() + torch.randn(1, 2, 1, head_dim)
     x[0, 0, 0], x[1, 0, 4], x[2, 0, 2, 0] = 0, 7, 1000
+    x[0, 1, 5] = x[0, 1, 5].round()
+    x[1, 1, 6:9] *= torch.tensor([1e-5, 1e-9, 0.0])[:, None]
+    x[2, 1, 7:9] *= torch.tensor([100.0, 1000.0])[:, None]
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (72, 32), (80, 64), (128, 64), (256, 96), (8, 32)])
-def test_closing_is_the_references_but_for_ties(tier, name, head_dim, page_size):
-    """Scales are another one only where both cost the same squared error; codes under equal scales differ by one step
-    in keys that lie between two.
+def squared_errors(x, scales, spec):
+    """Of integers of the widths of `spec`, which scales are fitted to: float64 [..., tokens] of x [..., tokens,
+    head_dim] and codes of scales.
     """
+    top = 2.0 ** torch.tensor(spec.widths(x.shape[-1])).repeat_interleave(16)[: x.shape[-1]].double() - 1
+    scale = scale_values(scales.int() + (2 if spec.levels == "fitted" else 0)).double().unsqueeze(-1)
+    integers = (x.double() / scale + top / 2).round().clamp(min=0).minimum(top) - top / 2
+    return ((x - integers * scale).square() * (top > 0)).sum(-1)
+
+
+def assert_pages_are_the_references(ours, theirs, layout, k, v, static, starts):
+    """Scales are another one only where both cost the same squared error. Under equal scales codes are equal, and under
+    equal codes bytes.
+    """
+    equal = torch.ones(ours.shape[:2], dtype=torch.bool)
+    for kind, x, spec in (("k", k, layout.key), ("v", v, layout.value)):
+        if spec.is_raw:
+            continue
+        stored = close_reference.rows_as_stored(x, spec, static, starts)
+        scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
+        same = scales[0] == scales[1]
+        error, best = (squared_errors(stored, s, spec) for s in scales)
+        assert float((~same).float().mean()) <= 0.01
+        assert bool((error <= best * (1 + 1e-5) + 1e-12).all())
+        codes = [page_codes(p, layout, kind) for p in (ours, theirs)]
+        differ = (codes[0] != codes[1]).any(-1) & same
+        # a number of a calibrated basis may lie between two units, and another path then has the least cost
+        assert int(differ.sum()) <= (2 if spec.basis == "calibrated" else 0)
+        equal &= (same & ~differ).all(-1)
+    assert float(equal.float().mean()) >= 0.5
+    assert torch.equal(ours[equal], theirs[equal])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"), [(64, 64), (72, 32), (80, 64), (96, 32), (128, 64), (256, 96), (8, 32)]
+)
+def test_closing_is_the_references_but_for_ties(tier, name, head_dim, page_size):
     for dtype in (torch.float32, torch.bfloat16):
         k, v = rows(page_size, head_dim, dtype), rows(page_size, head_dim, dtype).flip(2)
         ours, theirs, layout, static, starts = closed(*sides(name), k, v, page_size, head_dim)
-        read = [
-            dequantize_pages(x, layout, static, torch.float64, starts=starts, in_basis=True) for x in (ours, theirs)
-        ]
-        for kind, x, y, spec in zip("kv", *read, sides(name), strict=True):
-            stored = close_reference.rows_as_stored(k if kind == "k" else v, spec, static, starts)
-            scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
-            same = scales[0] == scales[1]
-            error, best = ((z - stored.double()).square().sum(-1) for z in (x, y))
-            assert float((~same).float().mean()) <= 0.01
-            assert bool((error <= best * (1 + 1e-5) + 1e-12).all())
-            assert bool(((x - y).abs().amax(-1) <= torch.where(same, 1.01 * scale_values(scales[1]), torch.inf)).all())
-            assert int(((x != y) & same.unsqueeze(-1)).sum()) <= 4
+        assert_pages_are_the_references(ours, theirs, layout, k, v, static, starts)
 
 
 def test_every_width_closes(tier):
-    for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (0, 0, 0, 4)):
-        for key in (trellis(*bands), trellis(*bands, basis="hadamard")):
-            x = torch.randn(3, 2, 64, 64)
-            ours, theirs, *_ = closed(key, trellis(3, 3, 3, 3, basis="hadamard"), x, x.flip(2), 64, 64)
-            assert float((ours != theirs).float().mean()) <= 1e-3
+    values = [trellis(*[bits] * 4, basis="hadamard") for bits in (2, 3, 4)]
+    values += [RAW, dataclasses.replace(values[0], levels="fitted", basis=None)]
+    for bands, value in zip(
+        ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (0, 0, 0, 4)), values, strict=True
+    ):
+        for basis in (None, "hadamard"):
+            x = rows(64, 64, torch.float32)
+            ours, theirs, layout, static, starts = closed(trellis(*bands, basis=basis), value, x, x.flip(2), 64, 64)
+            assert_pages_are_the_references(ours, theirs, layout, x, x.flip(2), static, starts)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (80, 32), (128, 64)])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (80, 32), (96, 32), (128, 64), (256, 32)])
 @pytest.mark.parametrize("start", [0, 4, 64, 252, 1000])
 def test_tokens_stored_one_by_one_are_those_of_a_page_that_closes(tier, name, head_dim, page_size, start):
     """In any runs, byte for byte, position 0 included."""

@@ -141,6 +141,8 @@ def test_what_is_compiled_ahead_is_what_passes_load(name, loaded):
     extra = sorted(x[0] for x in told - named(found))
     if name == "tiered":  # some of those that attend before a page has left its tier
         extra = [x for x in extra if x != "packed.cu"]
+    if scheme.copies:  # some of those that attend while every closed page has a copy
+        extra = [x for x in extra if x != "banded.cu"]
     # decoding before a page closes, which a scheme with few raw tokens hardly does; lists of fewer parts than were here
     assert extra in ([], ["close.cu"], ["work_list.cu"], ["close.cu", "work_list.cu"])
 

@@ -274,6 +274,11 @@ def _ring(state: GroupState, s: Sequence) -> int:
     return -(-(s.residual_length + state.group.page_size) // state.group.page_size)
 
 
+def _round_the_ring(held: int, most: int, closings: int) -> tuple[int, int]:
+    """(pages that copies of closing pages take beside those held, the oldest ones held that they are written over)."""
+    return min(most - held, closings), min(held, max(0, held + closings - most))
+
+
 def _missing(state: GroupState, steps: int) -> dict[str, int]:
     """Pages to assign for `steps` more tokens of every sequence, raw pages that are shared with others now included."""
     size, tail = state.group.page_size, state.pools["tail"].allocator
@@ -285,8 +290,8 @@ def _missing(state: GroupState, steps: int) -> dict[str, int]:
         found["tail"] += max(0, want - len(s.tail)) + sum(tail.count(page) > 1 for page in shared)
         for name, copies, most in zip(state.group.copy_pools, s.copies, state.group.copied_pages, strict=True):
             of_pool = state.pools[name].allocator
-            want = min(most, len(copies) + _closings(state, s, steps))
-            found[name] += want - len(copies) + sum(of_pool.count(page) > 1 for page in copies if page is not None)
+            fresh, reused = _round_the_ring(len(copies), most, _closings(state, s, steps))
+            found[name] += fresh + sum(of_pool.count(page) > 1 for page in copies[:reused] if page is not None)
     return found
 
 
@@ -331,8 +336,10 @@ def _enter_row(state: GroupState, s: Sequence, steps: int) -> _Row:
     tail = s.tail + _take(state, "tail", max(0, want - len(s.tail)))
     copies = []
     for name, held, most in zip(state.group.copy_pools, s.copies, state.group.copied_pages, strict=True):
-        own = [_own(state, name, page) for page in held if page is not None]
-        copies.append(own + _take(state, name, min(most - len(own), _closings(state, s, steps))))
+        fresh, reused = _round_the_ring(len(held), most, _closings(state, s, steps))
+        pages = [page for page in held if page is not None]
+        own = [_own(state, name, page) for page in pages[:reused]]
+        copies.append([*own, *pages[reused:], *_take(state, name, fresh)])
     return _Row(closed, tail, copies)
 
 

@@ -204,6 +204,9 @@ inline u32 high_fnma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b ^ 
 inline u32 low_fma(u32 a, u32 b, u32 c) { return fma_f16x2(low_twice(a), b, c); }
 inline u32 high_fma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b, c); }
 inline u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+inline int add_clamped(int a, int b, int top) { return max(min(a + b, top), 0); }
+inline int distance(int a, int b, int c) { return abs(a - b) + c; }
+inline u32 rotate_left(u32 w, u32 bits) { return bits & 31 ? w << (bits & 31) | w >> (32 - (bits & 31)) : w; }
 inline u32 clamp_i16x2(u32 a, u32 top) {
   auto clamped = [](short x, short most) { return u32(u16(min(max(x, short(0)), most))); };
   return clamped(short(a), short(top)) | clamped(short(a >> 16), short(top >> 16)) << 16;
@@ -370,6 +373,9 @@ inline uint2 load_shared2_at(u32 address) {
   return {shared_at<u32>(address + OFFSET), shared_at<u32>(address + OFFSET + 4)};
 }
 inline void add_to_shared(u32 address, int x) { shared_at<int>(address) += x; }
+inline int add_clamped(int a, int b, int top) { return max(min(a + b, top), 0); }
+inline u32 multiply_add(int a, int b, u32 c) { return u32(a) * u32(b) + c; }
+inline int distance(int a, int b, int c) { return abs(a - b) + c; }
 inline int round_to_int(float x) {
   return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x));
 }

@@ -1,7 +1,7 @@
 """close on the CPU: scales, codes and packing in one pass over the raw page, bit for bit what the reference
 stores.
 
-Banded codes: the scale of a token whose squared error hardly differs between two candidates may be the other one (sums
+Trellis codes: the scale of a token whose squared error hardly differs between two candidates may be the other one (sums
 are taken in another order), and keys in a calibrated basis may differ from the reference's in the last bit of float32.
 """
 

@@ -21,7 +21,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 LIBRARY_NAME = "libkvbits_cpu.so"
 TIERS = ("avx512", "avx2", "neon", "generic")
 VARIABLES = ("KVBITS_CPU_LIBRARY", "KVBITS_CPU_TIER")
@@ -44,6 +44,7 @@ class TensorStruct(Structure):
         ("static_scale", c_void_p),
         ("static_bias", c_void_p),
         ("hadamard", c_int32),
+        ("fitted", c_int32),
         ("bands", c_void_p),
         ("from_basis", c_void_p),
         ("to_basis", c_void_p),

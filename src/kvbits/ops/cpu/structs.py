@@ -82,6 +82,7 @@ def _encoded(side: Side) -> TensorStruct:
         per_channel=int(side.group == 1),
         group_size=side.group,
         hadamard=int(side.basis == "hadamard"),
+        fitted=int(side.fitted),
     )
     for i, offset in enumerate(side.plane_offset):
         t.plane_offset[i] = offset

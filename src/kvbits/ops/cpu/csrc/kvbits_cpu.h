@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 21 };
+enum { KVBITS_ABI_VERSION = 22 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -32,8 +32,9 @@ typedef struct {
   int32_t mean_offset;   // -1: none
   const float* static_scale;  // [num_kv_heads, head_dim], widened from groups to channels; null unless static
   const float* static_bias;   // same shape; null unless static and asymmetric
-  int32_t hadamard;           // 1: banded, and times a Hadamard matrix
-  // [head_dim / BAND, rounded up] bits of each band of channels; null unless the format is banded
+  int32_t hadamard;           // 1: trellis codes, and times a Hadamard matrix
+  int32_t fitted;             // 1: trellis codes of 2 bits with levels 1, 3, 5 and 9; 0: uniform ones
+  // [head_dim / BAND, rounded up] bits of each band of channels; null unless the format is trellis
   const uint8_t* bands;
   // transposed inverse of the keys' basis, 16 columns after the other: [num_kv_heads][head_dim / 16, rounded
   // up][head_dim][16], zeros behind; null for none

@@ -88,6 +88,11 @@ DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
     return d;
 }
+DEVICE u32 rotate_left(u32 w, u32 bits) {
+    u32 d;
+    asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(d) : "r"(w), "r"(bits));
+    return d;
+}
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u32 d;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
@@ -146,6 +151,28 @@ DEVICE u32 clamp_i16x2(u32 a, u32 top) {
         : "=r"(d)
         : "r"(a), "r"(top));
 #endif
+    return d;
+}
+/// a + b, at least 0 and at most `top`.
+DEVICE int add_clamped(int a, int b, int top) {
+#if __CUDA_ARCH__ >= 900
+    int d;
+    asm("{.reg .s32 sum; add.s32 sum, %1, %2; min.relu.s32 %0, sum, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(top));
+    return d;
+#else
+    return max(min(a + b, top), 0);
+#endif
+}
+/// a * b + c, in one instruction.
+DEVICE u32 multiply_add(int a, int b, u32 c) {
+    u32 d;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+/// |a - b| + c.
+DEVICE int distance(int a, int b, int c) {
+    int d;
+    asm("sad.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
 DEVICE u32 low_twice(u32 a) { return permute_bytes(a, a, 0x1010); }

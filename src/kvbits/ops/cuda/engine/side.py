@@ -80,6 +80,7 @@ def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, i
         f"{name}_ZERO": side.zero,
         f"{name}_MIDDLE": 2 * side.zero,
         f"{name}_TURNED": 0,
+        f"{name}_RINGS": 0,
         f"{name}_SCALE": side.scale,
         f"{name}_SCALE_TYPE": side.scale_dtype,
         f"{name}_GROUPS": groups,

@@ -54,7 +54,8 @@ std::atomic<const TierKernels*> active{nullptr};
 bool is_width(int bits) { return bits >= 0 && bits <= 8 && bits != 7; }
 
 int32_t check_bands(const kvbits_tensor& t, bool is_key, int head_dim) {
-  if (t.format != FORMAT_TRELLIS) return t.bands || t.from_basis || t.inv_freq || t.hadamard ? KVBITS_BAD_FORMAT : 0;
+  if (t.format != FORMAT_TRELLIS)
+    return t.bands || t.from_basis || t.inv_freq || t.hadamard || t.fitted ? KVBITS_BAD_FORMAT : 0;
   if (!t.bands || (t.from_basis != nullptr) != (t.inv_freq != nullptr) || t.scale_dtype != FLOAT8_E5M3 ||
       t.static_scale || t.per_channel)
     return KVBITS_BAD_FORMAT;
@@ -62,7 +63,7 @@ int32_t check_bands(const kvbits_tensor& t, bool is_key, int head_dim) {
   for (int i = 0; i < (head_dim + BAND - 1) / BAND; i++)
     if (!is_width(t.bands[i]) || (!is_key && (t.bands[i] != t.bands[0] || t.bands[i] < 2 || t.bands[i] > 4)))
       return KVBITS_BAD_BANDS;
-  return 0;
+  return t.fitted && (is_key || t.bands[0] != 2) ? KVBITS_BAD_BANDS : 0;
 }
 
 int32_t check_tensor(const kvbits_tensor& t, bool is_key, const kvbits_store& s, int head_dim) {
@@ -122,7 +123,7 @@ const char* kvbits_error(int32_t code) {
   switch (code) {
     case KVBITS_BAD_FORMAT:
       return "a store names no number format that has kernels, or has neither stored nor static scales, or lacks its rotary frequencies";
-    case KVBITS_BAD_BANDS: return "bands of keys have 0 to 6 or 8 bits, those of values the same 2, 3 or 4";
+    case KVBITS_BAD_BANDS: return "bands of keys have 0 to 6 or 8 bits, those of values the same 2, 3 or 4; fitted levels are those of values of 2 bits";
     case KVBITS_BAD_PAGE_SIZE: return "page_size must be a multiple of 32 where anything is quantized";
     case KVBITS_BAD_GROUP: return "group_size must be a multiple of 4 that divides head_dim into at most 32 groups";
     case KVBITS_BAD_HEAD_DIM: return "head_dim must be a multiple of 8 and at most 512";

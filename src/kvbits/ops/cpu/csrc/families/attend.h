@@ -66,7 +66,7 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
       const kvbits_store& store = *pages.store;
       const int value_head_dim = call.value_head_dim;
       const Tensor key = describe(store.key, call.head_dim, hi - lo);
-      const Tensor value = store.value.bands ? describe_banded_values(store.value, value_head_dim, hi - lo)
+      const Tensor value = store.value.bands ? describe_trellis_values(store.value, value_head_dim, hi - lo)
                                              : describe(store.value, value_head_dim, hi - lo);
       Part part = {call, pages, item->kv_head, chunks, key, as_values(value), w.chunks, w.block, false, false};
       attend_part(part, {begin + lo, begin + hi, after}, w);

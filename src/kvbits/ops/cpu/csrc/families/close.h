@@ -41,7 +41,7 @@ static void store_tokens(const TokensPart& part, void* scratch, CloseResult& res
     return store_raw_rows(b, to, t.raw_dtype, n, head_dim);
   }
   if (t.bands) {
-    result.overflow = !store_banded(b, part);
+    result.overflow = !store_trellis(b, part);
     return;
   }
   const bool by_token = !t.per_channel && !t.static_scale, has_bias = t.bias_offset >= 0 || t.static_bias;

@@ -1,1 +1,1 @@
-"""Banded integer codes, of keys in a basis."""
+"""Trellis codes, of keys in a basis."""

@@ -1,6 +1,6 @@
 // Keys of banded codes: scores of a step's tokens, from operands that banded_queries.cuh makes for each frame.
 #pragma once
-#include "banded_queries.cuh"
+#include "key_rings.cuh"
 #include "packed_codes.cuh"
 
 // at most four query columns: the other four of a matrix instruction are of the lower bytes, or of other channels
@@ -48,10 +48,16 @@ struct BandedFrames {
         while (frame > last) next_tile(lane);
         return (frame - first) * a.query_columns;
     }
-    /// What offsets add to the scores of the chunk's page, for the lane's columns 2c, 2c + 1.
-    DEVICE void of_page(float (&result)[2], const Chunk& chunk, int rows, int columns, int c) const {
-        for (int e = 0; e < 2; ++e)
-            result[e] = tile->offsets[chunk.page_position % FRAME / MEAN_STEP][rows + (2 * c + e & (columns - 1))];
+    /// What offsets add to scores, of the lane's columns 2c, 2c + 1: the first of a column's row.
+    DEVICE void of_page(const float* (&offsets)[2], int rows, int columns, int c) const {
+        for (int e = 0; e < 2; ++e) offsets[e] = &tile->offsets[0][rows + (2 * c + e & (columns - 1))];
+    }
+    /// Which of its rows is that of the chunk's first 16 tokens, and what those `tile` further on are given.
+    static DEVICE int first_run(const Chunk& chunk) {
+        return offsets_row_of(chunk.page_position, chunk.position - chunk.page_position);
+    }
+    static DEVICE float of_tile(const float* offsets, int first_run, int tile) {
+        return offsets[min(first_run + tile, OFFSETS - 2) * FrameTile::ROWS];
     }
     /// Of a chunk that begins at position 0 the tile's row of column 0 and the number of columns, less 1, in one
     /// number; else -1.
@@ -72,7 +78,8 @@ struct BandedKeys : BandedFrames {
         const uint2* steps;      // of this lane, of the first of the key planes' steps
         float start[2];
         float factor;            // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh)
-        float constant[2];       // added to every score
+        const float* offsets[2]; // added to scores, see of_tile
+        int first_run;
         int first;               // see first_of
 
         DEVICE uint2 step(int i) const { return steps[i * FrameTile::ROWS * 4]; }
@@ -83,8 +90,8 @@ struct BandedKeys : BandedFrames {
     DEVICE void with_page(const Args& a, const Chunk& chunk, int lane, F f) {
         const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane),
                   row = rows + (g & (columns - 1));
-        Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}, 0};
-        of_page(page.constant, chunk, rows, columns, c);
+        Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}, first_run(chunk), 0};
+        of_page(page.offsets, rows, columns, c);
         page.first = first_of(chunk, rows, columns);
         for (int e = 0; e < 2; ++e) page.start[e] = tile->start[rows + (2 * c + e & (columns - 1))] * power_of_two(-24);
         f(page);
@@ -102,10 +109,13 @@ struct BandedKeys : BandedFrames {
         for (int u = 0; u < UNITS; ++u) {
             float scale[4];
             load_scales4<K_SCALE_TYPE>(scale, slot + K_SCALE_OFFSET, (t * UNITS + u) * 32 + 4 * g);
+            float added[2];
+            for (int e = 0; e < 2; ++e)
+                added[e] = of_tile(page.offsets[e], page.first_run, (t * UNITS + u) * 2 + g / 4) -
+                           (SOFTCAP ? 0.f : softmax.reference[0][e]);
             for (int j = 0; j < 4; ++j)
                 for (int e = 0; e < 2; ++e)
-                    s[4 * u + j][0][e] = acc[u][j / 2][j % 2 * 2 + e] * (scale[j] * page.factor) +
-                                         (SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e]);
+                    s[4 * u + j][0][e] = acc[u][j / 2][j % 2 * 2 + e] * (scale[j] * page.factor) + added[e];
         }
         if (page.first >= 0 && t == 0 && g == 0)
             for (int e = 0; e < 2; ++e) s[0][0][e] += of_first(page.first, 2 * c + e);
@@ -121,23 +131,24 @@ struct BandedKeys : BandedFrames {
         using P = BandPlane<BITS>;
 #pragma unroll
         for (int load = 0; load < P::LOADS; ++load) {
-            // of the lane's first field
-            const u32 mask = ((1u << BITS) - 1) * 0x00010001u << P::first_field(load, c) * BITS;
+            const KeyRing<P> ring(load, c);
+            const u32 mask = P::mask(load) * 0x00010001u << P::lane_bit(load, c);  // of the lane's first field
             const unsigned char* at =
                 slot + P::OFFSET + ((2 * t * UNITS + g / 4) * P::WORDS + P::word(load, c)) * 64 + g % 4 * 16;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
-                const uint4 w = *reinterpret_cast<const uint4*>(at + 2 * u * P::WORDS * 64);
+                u32 words[4][2];
+                ring.read(words, at + 2 * u * P::WORDS * 64);
 #pragma unroll
                 for (int j = 0; j < P::steps(load); ++j) {
                     const int step = first_step + P::steps_before(load) + j;
                     const uint2 b = page.step(step);
-                    const u32 field = mask << j * BITS;
-                    const u32 x[2] = {w.x, w.z}, y[2] = {w.y, w.w};
+                    const u32 field = mask << P::bit(load, j);
                     for (int half = 0; half < 2; ++half) {
                         float(&sum)[4] = acc[u][half];
-                        const u32 a0 = even(x[half], field), a1 = even(y[half], field), a2 = odd<BITS>(x[half], field),
-                                  a3 = odd<BITS>(y[half], field);
+                        const u32 x = words[2 * half][j % 2], y = words[2 * half + 1][j % 2];
+                        const u32 a0 = even(x, field), a1 = even(y, field), a2 = odd<BITS>(x, field),
+                                  a3 = odd<BITS>(y, field);
                         if (step == 0)
                             mma_f16(sum, a0, a1, a2, a3, b.x, b.y, page.start[0], page.start[1], page.start[0],
                                     page.start[1]);
@@ -173,7 +184,8 @@ struct ByteKeys : BandedFrames {
         // tanh)
         float factor[2], other[2];
         float start[2];          // added to such sums before a token's scale is multiplied
-        float constant[2];       // added to every score
+        const float* offsets[2]; // added to scores, see of_tile
+        int first_run;
         int first;               // see first_of
 
         DEVICE u32 step(int i) const { return steps[i * (FrameTile::ROWS * 4 * 2)]; }
@@ -185,7 +197,8 @@ struct ByteKeys : BandedFrames {
         const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane),
                   row = rows + (g & (columns - 1));
         Of page = {reinterpret_cast<const u32*>(&tile->steps[0][row][c]) + g / 4};
-        of_page(page.constant, chunk, rows, columns, c);
+        of_page(page.offsets, rows, columns, c);
+        page.first_run = first_run(chunk);
         page.first = first_of(chunk, rows, columns);
         for (int e = 0; e < 2; ++e) {
             const int column = rows + (2 * c + e & (columns - 1));
@@ -207,12 +220,14 @@ struct ByteKeys : BandedFrames {
         multiply<1>(sums, waiting, slot, page, KEY_STEPS - BandPlane<1>::STEPS, t, g, c);
         if (KEY_STEPS % 2)
             for (int u = 0; u < UNITS; ++u) add(sums[u], waiting[u], {0, 0, 0, 0}, page, KEY_STEPS - 1);
-        float base[2];
-        for (int e = 0; e < 2; ++e) base[e] = SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e];
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             float scale[4];
             load_scales4<K_SCALE_TYPE>(scale, slot + K_SCALE_OFFSET, (t * UNITS + u) * 32 + 4 * g);
+            float added[2];
+            for (int e = 0; e < 2; ++e)
+                added[e] = of_tile(page.offsets[e], page.first_run, (t * UNITS + u) * 2 + g / 4) -
+                           (SOFTCAP ? 0.f : softmax.reference[0][e]);
             for (int i = 0; i < 2; ++i)
                 for (int e = 0; e < 2; ++e) {
                     const int first = sums[u][0][2 * i + e], second = sums[u][1][2 * i + e];
@@ -220,7 +235,7 @@ struct ByteKeys : BandedFrames {
                                 other = of_whole(__shfl_xor_sync(ALL_LANES, of_half(second, first, c), 2));
                     s[2 * u + i][0][e] = (own * page.factor[e] + (other * page.other[e] + page.start[e])) *
                                              of_half(scale[i], scale[2 + i], c) +
-                                         base[e];
+                                         added[e];
                 }
         }
         if (page.first >= 0 && t == 0 && g == 0 && c < 2)
@@ -233,18 +248,22 @@ struct ByteKeys : BandedFrames {
         using P = BandPlane<BITS>;
 #pragma unroll
         for (int load = 0; load < P::LOADS; ++load) {
+            const KeyRing<P> ring(load, c);
             const unsigned char* at =
                 slot + P::OFFSET + ((2 * t * UNITS + g / 4) * P::WORDS + P::word(load, c)) * 64 + g % 4 * 16;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
-                const uint4 w = *reinterpret_cast<const uint4*>(at + 2 * u * P::WORDS * 64);
+                u32 words[4][2];
+                ring.read(words, at + 2 * u * P::WORDS * 64);
 #pragma unroll
                 for (int j = 0; j < P::steps(load); ++j) {
                     const int step = first_step + P::steps_before(load) + j,
-                              down = BITS * P::first_field(load, c) + P::down(j);
-                    const u32 field = ((1u << BITS) - 1) * 0x01010101u << P::exponent(j);
-                    const Codes codes = {w.x >> down & field, w.y >> down & field, w.z >> down & field,
-                                         w.w >> down & field};
+                              down = P::moves(load) ? P::lane_bit(load, c) + P::bit(load, j) / 4 * 4 : 0;
+                    const u32 field = P::mask(load) * 0x01010101u << P::exponent(load, j, c);
+                    Codes codes;
+                    // joined words of 4 bits have no other bits
+                    for (int i = 0; i < 4; ++i)
+                        codes.of[i] = BITS == 4 && P::joined(load) ? words[i][j % 2] : words[i][j % 2] >> down & field;
                     if (step % 2) add(sums[u], waiting[u], codes, page, step - 1);
                     else waiting[u] = codes;
                 }

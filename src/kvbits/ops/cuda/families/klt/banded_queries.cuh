@@ -6,7 +6,7 @@
 // MAKERS warps of a block make them, 16 rows (columns of one frame or of several) at a time, a few tiles ahead of the
 // warps that attend; nothing of it leaves shared memory. A^-1 is float16 numbers; turned queries are two of them, the
 // second what the first leaves, so that queries which are large in a direction that the basis takes out lose nothing.
-// Results are stored as operands of the key planes: a code is the sum of its planes' fields, each times 2**shift, so a
+// Results are stored as operands of the key planes: an index is the sum of its planes' fields, each times 2**shift, so a
 // key is several narrow tensors whose scores add, and plane by plane the walk knows no bands. For up to four query
 // columns (BYTES) operands are whole numbers of 16 bits, at most FULL for the largest number of a row, in two bytes:
 // the upper one rounded to the nearest, so that the lower has a sign, too. For more they are float16 numbers: bytes
@@ -28,11 +28,13 @@ struct Bands {
         for (int i = 0; i < COUNT; ++i) n += (width(i) & bits) != 0;
         return n;
     }
-    /// 2**shift of the highest plane of a band, 0 if it has none: what its numbers are times at most.
+    /// What a band's numbers are times at most, in halves of a scale; 0 if it has no planes.
     static constexpr int highest(int band) {
         const int w = width(band), top = w & 8 ? 8 : w & 4 ? 4 : w & 2 ? 2 : w;
-        return w ? 1 << (w - top) : 0;
+        return w == 0 ? 0 : w == 8 || w > top ? 2 << (w - top) : 1;
     }
+    /// The middle of the range of a band's indices; of 8 bits that of codes, in halves of a scale.
+    static DEVICE float middle(int width) { return width == 8 ? 255.f : width ? float(1 << width) - 0.5f : 0.f; }
     static constexpr u64 highest_list() {
         u64 all = 0;
         for (int i = 0; i < COUNT; ++i) all |= u64(highest(i)) << 4 * i;
@@ -50,6 +52,9 @@ struct Bands {
 /// A plane of keys. A step is 16 channels: of each lane c those of one field of a word's four bytes. Words of a row are
 /// taken four at a time, one by each lane; of two that are left two lanes take the same word, and of one all four: each
 /// of them other fields.
+///
+/// Where a word of a load has lowest bits of codes, words are joined (key_rings.cuh): their fields are indices, of which
+/// the field is all but the lowest bit.
 template <int BITS_>
 struct BandPlane {
     static constexpr int BITS = BITS_, CHANNELS = BAND * Bands::with(BITS), FIELDS = 8 / BITS;
@@ -72,17 +77,47 @@ struct BandPlane {
     /// Where a lane's word of a load is, and the first of its fields.
     static DEVICE int word(int load, int c) { return first_word(load) + c % words(load); }
     static DEVICE int first_field(int load, int c) { return c / words(load) * steps(load); }
-    /// As bytes a step's field is masked out of the word once that has moved down to the load's first field, and
-    /// further by whole fours of bits: it is the code times 2**exponent.
-    static constexpr int down(int j) { return BITS * j / 4 * 4; }
-    static constexpr int exponent(int j) { return BITS * j % 4; }
+    /// The first channel of a word's field among the plane's.
+    static DEVICE int channel(int word, int field) { return word * (32 / BITS) + 4 * field; }
+
+    /// One bit for each word: those with lowest bits of codes.
+    static constexpr u32 lowest_list() {
+        u32 all = 0;
+        for (int w = 0; w < WORDS && BITS < 8; ++w)
+            if ((Bands::width(int(Bands::list(BITS) >> w * (32 / BITS) / BAND * 4 & 15)) & (BITS - 1)) == 0)
+                all |= 1u << w;
+        return all;
+    }
+    static constexpr u32 of_load(int load) { return (1u << words(load)) - 1 << first_word(load); }
+    /// Whether any word of a load has lowest bits, whether all have, and whether each lane takes but one field.
+    static constexpr bool joined(int load) { return lowest_list() & of_load(load); }
+    static constexpr bool all_lowest(int load) { return (lowest_list() & of_load(load)) == of_load(load); }
+    static constexpr bool alone(int load) { return joined(load) && steps(load) == 1; }
+
+    /// A step's operands: what lies in a word from bit `lane_bit` + `bit` on, times a power of two.
+    static DEVICE int lane_bit(int load, int c) {
+        const int first = first_field(load, c);
+        return !joined(load) ? BITS * first : BITS == 4 || alone(load) ? 0 : BITS == 2 ? first / 2 * 4 : first;
+    }
+    static constexpr int bit(int load, int j) {
+        return !joined(load) ? BITS * j : BITS == 4 ? 0 : BITS == 2 ? j / 2 * 4 : j / 2 * 2;
+    }
+    static constexpr u32 mask(int load) { return (1u << BITS + joined(load)) - 1; }
+    /// As bytes, fields that are not joined move down to the lane's first one, and further by whole fours of bits: they
+    /// are times 2**(bit % 4), and the queries' numbers lose few of their bits.
+    static constexpr bool moves(int load) { return BYTES && !joined(load); }
+    static DEVICE int exponent(int load, int j, int c) {
+        return moves(load) ? bit(load, j) % 4 : lane_bit(load, c) + bit(load, j);
+    }
     // that its bytes sum up to
-    static constexpr int MOST = CHANNELS * (BITS == 8 ? 255 : BITS == 4 ? 15 : BITS == 2 ? 12 : 8);
+    static constexpr int MOST = CHANNELS * (BITS == 8 ? 255 : BITS == 4 ? 31 : 64);
 };
 static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS,
               "family.py counts other steps");
 
 DEVICE int frame_of(int position) { return position / FRAME; }
+/// The row of offsets of 16 tokens from `place` in a page on, whose first token is at `start`; past the frame its last.
+DEVICE int offsets_row_of(int start, int place) { return int(u32(start) % FRAME + u32(place)) / MEAN_STEP; }
 
 /// A^-1 of a head as operands.py's basis_operands lays it out: 16 x 16 tiles as operands, what belongs to all, and what
 /// keys are stored less.
@@ -101,12 +136,10 @@ struct alignas(16) FrameTile {
     float start[ROWS];           // of each row minus the middle of the codes' ranges times q', with BYTES times `unit`
     // BYTES: of sums of codes times `steps` -> exponents of 2 (or, with a softcap, arguments of tanh)
     float factor[ROWS];
-    float unit;                  // of products of q -> such exponents
+    float unit;                  // of products of q with halves of scales -> such exponents
     int first, last;             // frames
     int ends;                    // whether the segment's next frames are none
     float offsets[OFFSETS][ROWS];  // q' times what keys are stored less, times `unit`
-    // pairs of channels; of four the second and third change places, as offsets are multiplied
-    u32 q[ROWS][STRIDE];
     // of a lane's four channels upper bytes, lower bytes; or float16 numbers, first and third, second and fourth
     uint2 steps[KEY_STEPS][ROWS][4];
 
@@ -118,6 +151,9 @@ struct FrameRing {
     static constexpr int KS = D / 16, HELD = KS <= 8;
     FrameTile tiles[FRAME_TILES];
     uint4 turned[KS][2][32];     // queries of a tile as operands: first numbers and second ones of each step
+    // the rows of the tile that is made: pairs of channels; of four the second and third change places, as offsets are
+    // multiplied
+    u32 q[FrameTile::ROWS][FrameTile::STRIDE];
     // of each frame of a tile and the channel pairs of the maker's steps
     float2 turns[MAKERS][FrameTile::FRAMES][D / 2 / MAKERS];
     // sums and largest numbers of a maker's channels
@@ -230,23 +266,25 @@ struct Steps {
             for (int j = 0; j < P::steps(load); ++j) {
                 const int step = first_step + P::steps_before(load) + j;
                 if (step % MAKERS != maker) continue;
-                // the first among the plane's
-                const int field = P::first_field(load, c) + j, channel = field * P::ROW + 4 * P::word(load, c);
+                const int field = P::first_field(load, c) + j, channel = P::channel(P::word(load, c), field);
                 const int band = int(LIST >> (channel / BAND * 4 & 63)) & 15,
                           shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
                 place[step / MAKERS] = FrameTile::place((band * BAND + channel % BAND) / 2);
-                factor[step / MAKERS] =
-                    channel < P::CHANNELS ? power_of_two(shift - (BYTES ? P::exponent(j) : BITS * field)) : 0.f;
+                // joined fields have a bit more
+                factor[step / MAKERS] = channel < P::CHANNELS
+                                            ? power_of_two(shift - P::exponent(load, j, c) + !P::joined(load))
+                                            : 0.f;
             }
     }
     /// multiplier: of numbers of rows g and g + 8.
-    DEVICE void write(FrameTile& tile, const float (&multiplier)[2], int maker, int g, int c) const {
+    DEVICE void write(FrameTile& tile, const FrameRing& ring, const float (&multiplier)[2], int maker, int g,
+                      int c) const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
             for (int half = 0; half < 2; ++half) {
                 if (i * MAKERS + maker >= KEY_STEPS) continue;
                 const int row = g + 8 * half;
-                const u32* q = &tile.q[row][place[i]];  // and the pair after it
+                const u32* q = &ring.q[row][place[i]];  // and the pair after it
                 const u32 x = q[0], y = q[2];
                 uint2& to = tile.steps[i * MAKERS + maker][row][c];
                 if (!BYTES) {
@@ -266,18 +304,34 @@ struct Steps {
     static DEVICE u32 whole(float x) { return __float_as_uint(x + WHOLE); }
 };
 
-/// tile.offsets of the rows from 8 `half` on: offsets are the rows of one operand, queries the columns of the other, as
-/// 16 bytes of each lie.
-DEVICE void times_offsets(FrameTile& tile, const InverseBasis& inverse, float unit, int half, int g, int c) {
+/// tile.offsets of at most 16 rows from `first` on up to `end`, for queries from 8 `half` on: offsets are the rows of one
+/// operand, queries the columns of the other, as 16 bytes of each lie.
+DEVICE void times_offsets(FrameTile& tile, const FrameRing& ring, const InverseBasis& inverse, float unit, int first,
+                          int end, int half, int g, int c) {
     float acc[4] = {};
+    const int rows[2] = {first + g, first + g + 8};
 #pragma unroll 1
     for (int i = 0; i < D / 32; ++i) {
-        const uint4 w = g < OFFSETS ? *reinterpret_cast<const uint4*>(&inverse.offsets[g][32 * i + 8 * c]) : uint4{};
-        const uint4 b = *reinterpret_cast<const uint4*>(&tile.q[8 * half + g][16 * i + 4 * c]);
-        mma_f16(acc, w.x, 0, w.z, 0, b.x, b.y);
-        mma_f16(acc, w.y, 0, w.w, 0, b.z, b.w);
+        uint4 w[2];
+        for (int k = 0; k < 2; ++k)
+            w[k] = rows[k] < end ? *reinterpret_cast<const uint4*>(&inverse.offsets[rows[k]][32 * i + 8 * c]) : uint4{};
+        const uint4 b = *reinterpret_cast<const uint4*>(&ring.q[8 * half + g][16 * i + 4 * c]);
+        mma_f16(acc, w[0].x, w[1].x, w[0].z, w[1].z, b.x, b.y);
+        mma_f16(acc, w[0].y, w[1].y, w[0].w, w[1].w, b.z, b.w);
     }
-    for (int e = 0; e < 2 && g < OFFSETS; ++e) tile.offsets[g][8 * half + 2 * c + e] = acc[e] * unit;
+    for (int k = 0; k < 2; ++k)
+        for (int e = 0; e < 2 && rows[k] < end; ++e) tile.offsets[rows[k]][8 * half + 2 * c + e] = acc[2 * k + e] * unit;
+}
+/// A maker's share of all of them; those of position 0 only where a tile has it.
+DEVICE void times_offsets(FrameTile& tile, const FrameRing& ring, const InverseBasis& inverse, float unit,
+                          bool has_first, int maker, int g, int c) {
+    constexpr int RUNS = OFFSETS - 1;
+#pragma unroll 1
+    for (int i = maker; i < (RUNS + 15) / 16 * 2; i += MAKERS)
+        times_offsets(tile, ring, inverse, unit, i / 2 * 16, RUNS, i % 2, g, c);
+    if (has_first)
+        for (int half = maker; half < 2; half += MAKERS)
+            times_offsets(tile, ring, inverse, unit, RUNS, OFFSETS, half, g, c);
 }
 
 /// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many
@@ -307,7 +361,8 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                 held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][lane];
         }
         // the first tile would wait for each line
-        for (int at = lane * 64; at < OFFSETS * D && maker < 2; at += 32 * 64) prefetch_l1(&inverse.offsets[0][at]);
+        for (int at = (maker * 32 + lane) * 64; at < OFFSETS * D; at += THREADS * 64)
+            prefetch_l1(&inverse.offsets[0][at]);
         float2 turns[EACH];
         for (int k = 0; k < EACH; ++k) turns[k] = part.turns[maker * PAIRS + (lane + 32 * k) % PAIRS];
         const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE,
@@ -354,13 +409,13 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
 #pragma unroll
                 for (int o = 0; o < AT_ONCE; ++o) {
                     const int band = maker * OWNED + block + o;
-                    const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1),
+                    const float middle = Bands::middle(int(Bands::WIDTHS >> 4 * band & 15)),
                                 highest = float(int(Bands::highest_list() >> 4 * band & 15));
                     for (int n = 0; n < 2; ++n)
                         for (int half = 0; half < 2; ++half) {
                             const u32 found = pack_f16(acc[o][n][2 * half] * queries.multiplier,
                                                        acc[o][n][2 * half + 1] * queries.multiplier);
-                            tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
+                            ring.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
                             if (BYTES)
                                 largest[half] = fmaxf(largest[half],
@@ -383,9 +438,9 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                 largest[half] = fmaxf(largest[half], 1e-30f);
                 multiplier[half] = FrameTile::FULL * reciprocal_approx(largest[half]);
             }
-            const float unit = queries.unit * a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E);
-            if (maker < 2) times_offsets(tile, inverse, unit, maker, g, c);
-            steps.write(tile, multiplier, maker, g, c);
+            const float whole = queries.unit * a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E), unit = 0.5f * whole;
+            times_offsets(tile, ring, inverse, whole, first == 0, maker, g, c);
+            steps.write(tile, ring, multiplier, maker, g, c);
             if (maker == MAKERS - 1) {  // which has the fewest steps
                 for (int half = 0; half < 2; ++half) {
                     float sum = 0.f;

@@ -44,7 +44,7 @@ struct ByteWeights {
 };
 
 struct ByteValues : ValueSide {
-    static_assert(V_BITS1 == 0 && V_SCALE == SCALE_GROUP && V_GROUPS == 1 && V_FLOAT == INTEGER && !V_HAS_BIAS &&
+    static_assert(V_RINGS != NO_RINGS && V_BITS1 == 0 && V_SCALE == SCALE_GROUP && V_GROUPS == 1 && V_FLOAT == INTEGER && !V_HAS_BIAS &&
                       !V_HAS_MEAN,
                   "family.py refuses others");
 
@@ -84,49 +84,59 @@ struct ByteValues : ValueSide {
             }
             const unsigned char* p = slot + First::OFFSET + block * 16 * CHUNK + quarter * 16;
             const Values<First>::LowBlock low(slot, 16 * block + 4 * quarter);
-            using Words = Fields<First, INTEGER>;
-            u32 words[UNITS][2][4][Words::WORDS];
+            u32 words[UNITS][2][4][2];  // of even fields, of odd ones
 #pragma unroll
             for (int u = 0; u < UNITS; ++u)
                 for (int k = 0; k < 2; ++k) {
                     // of four lanes that would meet in the same banks odd ones take the second first
                     const int quad = (t * UNITS + u) * 8 + 2 * c + (k ^ c % 2);
                     const uint4 w = *reinterpret_cast<const uint4*>(p + quad * 4 * width), l = low.load(quad);
-                    const Words found[4] = {
-                        {w.x, l.x, low.second}, {w.y, l.y, low.second}, {w.z, l.z, low.second}, {w.w, l.w, low.second}};
-                    for (int r = 0; r < 4; ++r)
-                        for (int n = 0; n < Words::WORDS; ++n) words[u][k][r][n] = found[r].even[n];
+                    First::Ring::join(words[u][k], {w.x, w.y, w.z, w.w}, {l.x, l.y, l.z, l.w},
+                                      Values<First>::in_second_half(low, block),
+                                      Values<First>::words_before(p, quad, block));
                 }
+            // Joined words have no other bits than their fields'. Of two fields the upper one is what the lower leaves
+            // of the word.
+            constexpr bool TWO = First::FIELDS == 4;
+            static_assert(First::FIELDS * First::ROW == DV, "family.py refuses other sizes");
 #pragma unroll
-            for (int field = 0; field < First::FIELDS; ++field) {
-                if (!Values<First>::used(field, pair)) continue;
-                const float unit = power_of_two(First::exponent(field));
-                const u32 mask = First::JOINED ? 0x07070707u << First::exponent(field)
-                                               : ((1u << First::BITS) - 1) * ONES << First::BITS * field;
+            for (int field = 0; field < 2; ++field) {
+                const u32 lower = First::Ring::MASK * ONES << First::exponent(field);
 #pragma unroll
                 for (int rows = 0; rows < 2; ++rows) {
-                    int sum[4];
+                    int all[4], low[4];
                     for (int u = 0; u < UNITS; ++u) {
                         u32 a[2][2];
                         for (int k = 0; k < 2; ++k)
-                            for (int r = 0; r < 2; ++r)
-                                a[k][r] = words[u][k][2 * rows + r][First::JOINED ? field % Words::WORDS : 0] & mask;
-                        const u32(&b)[2] = weights.b[u];
-                        if (u == 0)
-                            mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1], WHOLE_BITS,
-                                             WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
-                        else mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1]);
+                            for (int r = 0; r < 2; ++r) a[k][r] = words[u][k][2 * rows + r][field];
+                        multiply(all, a, ~0u, weights.b[u], u == 0);
+                        if (TWO) multiply(low, a, lower, weights.b[u], u == 0);
                     }
                     for (int r = 0; r < 4; ++r) {
-                        // Middles are halves: where they are not doubled they do not fit beside WHOLE.
-                        const float x = First::exponent(field)
-                                            ? __uint_as_float(u32(sum[r])) - (WHOLE + middle[r % 2] * unit)
-                                            : of_whole(sum[r]) - middle[r % 2];
-                        first.o[0][field][pair][rows][r] += x * weights.unit[r % 2];
+                        first.o[0][field][pair][rows][r] +=
+                            from_middle(TWO ? low[r] : all[r], middle[r % 2], First::exponent(field)) *
+                            weights.unit[r % 2];
+                        if (!TWO) continue;
+                        const float rest = __uint_as_float(u32(all[r])) - __uint_as_float(u32(low[r]));
+                        first.o[0][field + 2][pair][rows][r] +=
+                            (rest - middle[r % 2] * power_of_two(First::exponent(field + 2))) * weights.unit[r % 2];
                     }
                 }
             }
         }
+    }
+    /// Adds products of masked words, or begins with them.
+    static DEVICE void multiply(int (&sum)[4], const u32 (&a)[2][2], u32 mask, const u32 (&b)[2], bool begins) {
+        if (begins)
+            mma_bytes<false>(sum, a[0][0] & mask, a[0][1] & mask, a[1][0] & mask, a[1][1] & mask, b[0], b[1],
+                             WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
+        else
+            mma_bytes<false>(sum, a[0][0] & mask, a[0][1] & mask, a[1][0] & mask, a[1][1] & mask, b[0], b[1]);
+    }
+    /// Middles are halves: where they are not doubled they do not fit beside WHOLE.
+    static DEVICE float from_middle(int sum, float middle, int exponent) {
+        return exponent ? __uint_as_float(u32(sum)) - (WHOLE + middle * power_of_two(exponent))
+                        : of_whole(sum) - middle;
     }
 };
 

@@ -1,17 +1,17 @@
-// Banded codes (quant/banded.py): what a side is, as a type, and how the threads of a warp have a page's tokens.
+// Trellis codes (quant/trellis.py): what a side is, as a type, and how the threads of a warp have a page's tokens.
 // THREADS and HADAMARD_FACTOR are macros.
 #pragma once
 #include "side.cuh"
 
 enum Basis { NO_BASIS, HADAMARD, CALIBRATED };
 
-/// WIDTHS: bits of each band, four bits a band. PLANE8 .. PLANE1: bytes to the planes of 8, 4, 2 and 1 bits, if the
-/// page has them.
-template <u64 WIDTHS, Basis BASIS_, bool OFFSETS_, int SCALE_OFFSET_, int PLANE8, int PLANE4, int PLANE2, int PLANE1,
-          bool VALUES_>
+/// WIDTHS: bits of each band, four bits a band. FITTED: levels are 1, 3, 5 and 9 quarters of a scale. PLANE8 .. PLANE1:
+/// bytes to the planes of 8, 4, 2 and 1 bits, if the page has them.
+template <u64 WIDTHS, Basis BASIS_, bool OFFSETS_, bool FITTED_, int SCALE_OFFSET_, int PLANE8, int PLANE4, int PLANE2,
+          int PLANE1, bool VALUES_>
 struct Banded {
     static constexpr Basis BASIS = BASIS_;
-    static constexpr bool HAS_OFFSETS = OFFSETS_, VALUES = VALUES_;
+    static constexpr bool HAS_OFFSETS = OFFSETS_, FITTED = FITTED_, VALUES = VALUES_;
     static constexpr int SCALE_OFFSET = SCALE_OFFSET_;
 
     static DEVICE constexpr int width(int band) { return int(WIDTHS >> 4 * band & 15); }
@@ -43,7 +43,10 @@ constexpr int plane_row(int bits) { return (S::channels(bits) * bits + 31) / 32 
 
 /// Which row of offsets a token's key is stored less: `start` is the position of the page's first token
 /// (quant/basis.py).
-DEVICE int offsets_row(int start, int place) { return start + place ? start % FRAME / MEAN_STEP : OFFSETS - 1; }
+DEVICE int offsets_row(int start, int place) {
+    const int run = (start % FRAME + place / MEAN_STEP * MEAN_STEP) / MEAN_STEP;
+    return start + place ? min(run, OFFSETS - 2) : OFFSETS - 1;
+}
 
 constexpr u32 ONE_F16X2 = 0x3c003c00u;
 DEVICE u32 twice_f16(float x) { return pack_f16(x, x); }
@@ -54,12 +57,19 @@ DEVICE u32 above_1024(u32 bytes, bool last, u32 upper = ABOVE_1024) {
     return permute_bytes(bytes, upper, last ? 0x4342 : 0x4140);
 }
 
-/// Two codes of a band, each plus 1024, as numbers in scales from the band's middle.
-DEVICE u32 levels(u32 codes, int width) {
-    return fma_f16x2(fma_f16x2(codes, ONE_F16X2, 0xe400e400u), ONE_F16X2, twice_f16(float(1 - (1 << width)) / 2));
+/// Two indices of a band, each plus 1024, as numbers in scales from the band's middle; of 8 bits codes.
+DEVICE u32 levels(u32 indices, int width) {
+    const float middle = width == 8 ? 127.5f : width ? float((2 << width) - 1) / 4 : 0.f;
+    return fma_f16x2(fma_f16x2(indices, ONE_F16X2, 0xe400e400u), twice_f16(width == 8 ? 1.f : 0.5f), twice_f16(-middle));
 }
-/// The same of one code.
-DEVICE float level(u32 code, int width) { return float(code) - float((1 << width) - 1) / 2; }
+/// The same of one index.
+template <class S>
+DEVICE float level(u32 index, int width) {
+    if (width == 8) return float(index) - 127.5f;
+    if (width == 0) return 0.f;
+    const float x = float(index) * 0.5f - float((2 << width) - 1) / 4;
+    return S::FITTED && (index == 0 || index == 7) ? x + (index ? 0.5f : -0.5f) : x;
+}
 
 /// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix
 /// units want them and give them back.
@@ -94,11 +104,13 @@ DEVICE u32 read_word(const unsigned char* plane, int token, int word) {
     return S::VALUES ? transposed(w, token) : w;
 }
 
-/// Adds a plane's fields to the codes of a thread's channels of a token, four of every band in a word.
+/// Adds a plane's fields to the codes of a thread's channels of a token, four of every band in a word. Of keys every word
+/// is a row of its own.
 template <class S, int BITS>
 DEVICE void read_plane(const unsigned char* page, u32 (&codes)[BANDS], int token, int j) {
     // words of a thread, where no other has fields in them
-    constexpr int ROW_BYTES = plane_row<S>(BITS), WORDS = ROW_BYTES / 4, EACH = ROW_BYTES % 16 ? 0 : WORDS / 4;
+    constexpr int ROW_BYTES = plane_row<S>(BITS), WORDS = ROW_BYTES / 4, OF_WORD = 32 / BITS,
+                  EACH = !S::VALUES || ROW_BYTES % 16 ? 0 : WORDS / 4;
     if constexpr (WORDS > 0) {
         const unsigned char* const plane = page + S::offset(BITS);
         u32 words[EACH ? EACH : 1];
@@ -108,22 +120,79 @@ DEVICE void read_plane(const unsigned char* page, u32 (&codes)[BANDS], int token
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) {
             if (!(S::width(i) & BITS)) continue;
-            const int channel = at * BAND + j * 4;
-            const u32 w =
-                EACH ? words[EACH ? at % EACH : 0] : read_word<S, WORDS>(plane, token, channel % ROW_BYTES / 4);
-            const int field = EACH ? at / (EACH ? EACH : 1) : channel / ROW_BYTES;
+            const int channel = at * BAND + j * 4,
+                      word = S::VALUES ? channel % ROW_BYTES / 4 : channel / OF_WORD;
+            const u32 w = EACH ? words[EACH ? at % EACH : 0] : read_word<S, WORDS>(plane, token, word);
+            const int field = !S::VALUES ? channel % OF_WORD / 4
+                              : EACH     ? at / (EACH ? EACH : 1)
+                                         : channel / ROW_BYTES;
             codes[i] |= (w >> BITS * field & ((1u << BITS) - 1) * 0x01010101u) << (S::width(i) & (BITS - 1));
             ++at;
         }
     }
 }
 
+/// The lowest bits of four neighbouring channels of a token's values, the `group`-th four.
 template <class S>
-DEVICE void read_codes(const unsigned char* page, u32 (&codes)[BANDS], int token, int j) {
+DEVICE u32 lowest_of_values(const unsigned char* page, int token, int group) {
+    constexpr int WIDTH = S::width(0), BITS = WIDTH & 1 ? 1 : WIDTH & 2 ? 2 : 4, ROW_BYTES = plane_row<S>(BITS);
+    const u32 w = read_word<S, ROW_BYTES / 4>(page + S::offset(BITS), token, group * 4 % ROW_BYTES / 4);
+    return w >> group * 4 / ROW_BYTES * BITS & 0x01010101u;
+}
+/// The bytes of a word, each replaced by the one so many places before; `before`: the word before it.
+DEVICE u32 moved(u32 before, u32 w, int places) { return w << 8 * places | before >> 32 - 8 * places; }
+constexpr bool has_ring(int width) { return width > 0 && width < 8; }
+DEVICE u32 index_of(u32 code, u32 one, u32 two) { return (code ^ two) << 1 | one; }
+
+/// Codes of a thread's channels to indices of levels: with the lowest bits one place and two places before in a ring.
+/// A ring of keys is a band, byte by byte: run n is the n-th thread's.
+template <class S>
+DEVICE void indices_of_keys(u32 (&codes)[BANDS], int j) {
+    const int lane = threadIdx.x % 32, first = lane - lane % LANES;
+#pragma unroll
+    for (int from = 0; from < BANDS; from += 8) {
+        u32 low = 0;             // of eight bands, a bit each in every byte
+#pragma unroll
+        for (int i = from; i < BANDS && i < from + 8; ++i) low |= (codes[i] & 0x01010101u) << i % 8;
+        u32 one = __shfl_sync(ALL_LANES, low, first + (j + 3) % LANES),
+            two = __shfl_sync(ALL_LANES, low, first + (j + 2) % LANES);
+        if (j < 1) one = one << 8 | one >> 24;
+        if (j < 2) two = two << 8 | two >> 24;
+#pragma unroll
+        for (int i = from; i < BANDS && i < from + 8; ++i)
+            if (has_ring(S::width(i)))
+                codes[i] = index_of(codes[i], one >> i % 8 & 0x01010101u, two >> i % 8 & 0x01010101u);
+    }
+}
+/// A ring of values is four runs D / 4 channels apart, run by run.
+template <class S>
+DEVICE void indices_of_values(const unsigned char* page, u32 (&codes)[BANDS], int token, int j) {
+    if constexpr (has_ring(S::width(0))) {
+        u32 before[BANDS];       // lowest bits of the run before
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i)
+            before[i] = BANDS % 4 == 0
+                            ? codes[(i + BANDS - BANDS / 4) % BANDS] & 0x01010101u
+                            : lowest_of_values<S>(page, token, (i * LANES + j + BANDS * LANES - BANDS) % (BANDS * LANES));
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i) {
+            const u32 low = codes[i] & 0x01010101u;
+            before[i] = index_of(codes[i], moved(before[i], low, 1), moved(before[i], low, 2));
+        }
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i) codes[i] = before[i];
+    }
+}
+
+/// Indices of a thread's channels of a token: of all warps' threads together.
+template <class S>
+DEVICE void read_indices(const unsigned char* page, u32 (&codes)[BANDS], int token, int j) {
     read_plane<S, 8>(page, codes, token, j);
     read_plane<S, 4>(page, codes, token, j);
     read_plane<S, 2>(page, codes, token, j);
     read_plane<S, 1>(page, codes, token, j);
+    if constexpr (S::VALUES) indices_of_values<S>(page, codes, token, j);
+    else indices_of_keys<S>(codes, j);
 }
 
 /// Channels 16 i + 4 j + k of a token, j-th of its threads: x[i][k] times the Hadamard matrix of the largest power of

@@ -1,8 +1,8 @@
-// Pages of banded codes to 16-bit rows, for attention of many queries: one block per (page, kv head, keys or values),
+// Pages of trellis codes to 16-bit rows, for attention of many queries: one block per (page, kv head, keys or values),
 // the pages of a head side by side.
 //
-// Threads have tokens as those of store_banded.cu. Codes of a calibrated basis are multiplied with its inverse on the
-// matrix units: halves of odd numbers are exact in float16, the inverse is two float16 numbers, high and low (columns
+// Threads have tokens as those of store_banded.cu. Levels of a calibrated basis are multiplied with its inverse on the
+// matrix units: quarters of odd numbers are exact in float16, the inverse is two float16 numbers, high and low (columns
 // over powers of two first); scale and offsets come after. What is written is off by less than 2**-18 of sum |y| |A^-1|
 // before it is rounded.
 #include "bands.cuh"
@@ -87,7 +87,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
     for (int r = 0; r < TOKENS; ++r) {
         const int token = thread_token(r);
         scale[r] = scale_value(from[S::SCALE_OFFSET + token]);
-        read_codes<S>(from, codes[r], token, j);
+        read_indices<S>(from, codes[r], token, j);
     }
     if constexpr (S::BASIS == CALIBRATED) {
         const int frame = a.starts[page] / FRAME * FRAME;
@@ -106,7 +106,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
 #pragma unroll
             for (int i = 0; i < BANDS; ++i)
 #pragma unroll
-                for (int k = 0; k < 4; ++k) x[r][i][k] = level(codes[r][i] >> 8 * k & 255, S::width(i));
+                for (int k = 0; k < 4; ++k) x[r][i][k] = level<S>(codes[r][i] >> 8 * k & 255, S::width(i));
     }
     const int2 rows = a.rows[page];
 #pragma unroll

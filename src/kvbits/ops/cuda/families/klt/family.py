@@ -80,12 +80,17 @@ class Klt(Family):
         planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, d))
         defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, raw_tokens, raw_joins)
         small = shape.chunk_layout(layout, chunk)
-        for kind in "kv":  # codes are integers around the middle of their range
+        for kind in "kv":  # operands are numbers around the middle of their range: indices, or fitted ones (ValueRing)
             side = describe(small, kind)
-            middle, turned = 2 ** side.widths[0] - 1, int(side.basis == "hadamard")
+            middle, turned = 15 if side.fitted else 2 ** (side.widths[0] + 1) - 1, int(side.basis == "hadamard")
             defines |= {
                 f"{kind.upper()}_{name}": n
-                for name, n in (("FLOAT", LEVELS["int"]), ("MIDDLE", middle), ("TURNED", turned))
+                for name, n in (
+                    ("FLOAT", LEVELS["int"]),
+                    ("MIDDLE", middle),
+                    ("TURNED", turned),
+                    ("RINGS", 2 if side.fitted else 1),
+                )
             }
         defines |= band_defines(small) | {
             "KEY_STEPS": _key_steps(layout),
@@ -181,7 +186,7 @@ def _band_steps(words: int, fields: int) -> int:
 
 def _bytes_fit(layout: PageLayout) -> bool:
     """Tell whether keys may be multiplied as bytes: floats hold what they sum up to (ByteKeys of banded_keys.cuh)."""
-    most = {8: 255, 4: 15, 2: 12, 1: 8}
+    most = {8: 255, 4: 31, 2: 64, 1: 64}
     return 128 * sum(channels * most[bits] for bits, channels in layout.key.planes(layout.head_dim)) < 1 << 22
 
 
@@ -194,5 +199,8 @@ def _frame_ring_bytes(layout: PageLayout, warps: int, fold: bool) -> int:
     """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
     makers, tiles = _makers(layout)
     d = layout.head_dim
-    tile = 144 + 64 * OFFSETS + 32 * (d + 32) + 512 * _key_steps(layout)
-    return -(-(tiles * (tile + 16) + d * (64 + 4 * (16 if fold else 2)) + makers * 128 + 4 * warps) // 16) * 16
+    tile = 144 + 64 * OFFSETS + 512 * _key_steps(layout)
+    return (
+        -(-(tiles * (tile + 16) + 32 * (d + 32) + d * (64 + 4 * (16 if fold else 2)) + makers * 128 + 4 * warps) // 16)
+        * 16
+    )

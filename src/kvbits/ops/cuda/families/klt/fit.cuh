@@ -1,6 +1,7 @@
-// The scale of a token of banded codes, and its codes. X_TYPE and WARPGROUPS are macros.
+// The scale of a token, and its codes. X_TYPE and WARPGROUPS are macros.
 #pragma once
 #include "banded.cuh"
+#include "trellis.cuh"
 
 /// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is
 /// exact.
@@ -68,7 +69,7 @@ DEVICE int first_guess(float squares) {
     return scale_code(start) | (start <= scale_value(LARGEST_SCALE) ? 0 : 256);
 }
 
-/// How many scales are tried (quant/banded.py), and which is the i-th: the first one around the guess, two at a time
+/// How many scales are tried (quant/scales.py), and which is the i-th: the first one around the guess, two at a time
 /// around the best before.
 template <class S>
 constexpr int tried() { return S::BASIS == HADAMARD ? 5 : 7; }
@@ -87,7 +88,10 @@ DEVICE float error_of(const Token& x, int code) {
     return of_token(fmaf((wide[0] + wide[1]) * half, half, narrow[0] + narrow[1]));
 }
 
-/// The codes of the tokens' scales: of the least squared error, the first of equals.
+/// The scale that goes with a side's levels, from the one that is best for integers.
+template <class S>
+DEVICE int scale_of_levels(int best) { return S::FITTED ? max(best - FITTED_LOWER, SMALLEST_SCALE) : best; }
+/// The codes of the tokens' scales: of the least squared error of integers, the first of equals.
 template <class S>
 DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], bool& overflow) {
     float squares[TOKENS];
@@ -112,31 +116,42 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], 
             if (error < least[r]) least[r] = error, best[r] = code;
         }
     }
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r) best[r] = scale_of_levels<S>(best[r]);
 }
 
-/// A thread's channels of a token in a band of `width` bits as codes, a byte each.
-DEVICE u32 four_codes(const float (&x)[4], int width, float inverse) {
-    constexpr u32 ONE_EACH = 0x10001u;
-    const u32 top = (1u << width) - 1;
-    u32 found[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-        // Rounded as the reference rounds: product and sum at once, then half to even by a number that leaves no room
-        // for a fraction. What is left of the levels fits 16 bits: a scale of the search is above 1/1000 of a token's
-        // largest number.
-        found[k] = __float_as_uint(__fadd_rn(fmaf(x[k], inverse, float(top) / 2), 12582912.f));
-    const u32 low = clamp_i16x2(permute_bytes(found[0], found[1], 0x5410), top * ONE_EACH),
-              high = clamp_i16x2(permute_bytes(found[2], found[3], 0x5410), top * ONE_EACH);
-    return permute_bytes(low, high, 0x6420);
+/// What a token's numbers are multiplied with to be in units.
+template <class S>
+DEVICE float inverse_of(int scale) { return __fdiv_rn(float(UNIT), scale_value(scale)) * factor_of<S>(); }
+
+/// The bands whose codes are of a trellis, four bits each, and how many rings a token has: those bands, or of values,
+/// which have one width, all.
+template <class S>
+constexpr u64 ring_bands() {
+    u64 found = 0;
+    for (int i = 0, at = 0; i < BANDS; ++i)
+        if (S::width(i) > 0 && S::width(i) < 8) found |= u64(i) << 4 * at++;
+    return found;
 }
-/// What they are multiplied with: one over the scale.
 template <class S>
-DEVICE float inverse_of(int scale) { return __fdiv_rn(1.f, scale_value(scale)) * factor_of<S>(); }
-/// Codes of a thread's channels of a token, a word of four for each band that has bits.
+constexpr int count_rings() {
+    int found = 0;
+    for (int i = 0; i < BANDS; ++i) found += S::width(i) > 0 && S::width(i) < 8;
+    return found;
+}
+/// The first channel of the `run`-th run of ring `number` of a token.
 template <class S>
-DEVICE void codes_of(const Token& x, int scale, u32 (&codes)[BANDS]) {
-    const float inverse = inverse_of<S>(scale);
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i)
-        if (S::width(i)) codes[i] = four_codes(x[i], S::width(i), inverse);
+DEVICE int run_channel(int number, int run) {
+    return S::VALUES ? 4 * number + BANDS * 4 * run : int(ring_bands<S>() >> 4 * number & 15) * BAND + 4 * run;
+}
+/// The codes of ring `number` of a token: see `ring_codes`.
+template <class S>
+DEVICE void codes_of_ring(const u32 (&numbers)[RING / 2], int number, u32 (&codes)[RUNS]) {
+    if constexpr (S::FITTED) ring_codes<!S::VALUES>(numbers, FittedLevels(0), codes);
+    else if constexpr (S::VALUES) ring_codes<false>(numbers, UniformLevels<S::width(0)>(0), codes);
+    else ring_codes<true>(numbers, UniformLevels<0>(S::width(int(ring_bands<S>() >> 4 * number & 15))), codes);
+}
+template <class Shared>
+DEVICE u32& four_of(Shared& shared, int token, int channel) {
+    return *reinterpret_cast<u32*>(&shared.codes[token][channel]);
 }

@@ -28,7 +28,8 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
     side = describe(layout, kind)
     basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "calibrated": "CALIBRATED"}[side.basis]
     values = [side.scale_offset, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
-    return f"{side.packed_widths:#x}ull, {basis}, {int(side.offsets)}, " + ", ".join(map(str, values))
+    given = f"{side.packed_widths:#x}ull, {basis}, {int(side.offsets)}, {int(side.fitted)}"
+    return ", ".join([given, *map(str, values)])
 
 
 def refuses_bands(layout: PageLayout) -> str | None:

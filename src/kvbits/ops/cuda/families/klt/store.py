@@ -2,11 +2,11 @@
 their slots are.
 
 Values are stored bit for bit as by the reference, but on Hopper at head_dim 128: there 16-bit rows times a Hadamard
-matrix are summed in another order,
-off by less than 2**-19 of sum |v|. Keys in a calibrated basis are products that are summed in another order, off by
-less than 2**-18 of sum |k_f| |A| (of a token that is not 2**14 times smaller than the largest number that a block has
-beside it). So a code is another one only where it is a tie to that, and a scale only where two cost the same squared
-error.
+matrix are summed in another order, off by less than 2**-19 of sum |v|. Keys in a calibrated basis are products that are
+summed in another order, off by less than 2**-18 of sum |k_f| |A| (of a token that is not 2**14 times smaller than the
+largest number that a block has beside it). So a number's units (trellis.cuh) are others only where they are a tie to
+that, and then the codes of its ring may be another path of nearly the same cost. A scale is another one only where two
+cost the same squared error.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-// Keys and values to pages of banded codes in one launch, each token by itself: a block stores keys or values of a kv
+// Keys and values to pages of trellis codes in one launch, each token by itself: a block stores keys or values of a kv
 // head, of whole pages that close, or with STORES of tokens wherever their slots are (few of them, with TOGETHER:
-// together.cuh). docs/reference/formats.md says what is stored, kvbits/quant/{basis,banded}.py define it.
+// together.cuh). docs/reference/formats.md says what is stored, kvbits/quant/{basis,scales,trellis}.py define it.
 //
 // Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units
 // want them and give them back, and so that a band's width is known when this is compiled. From the raw rows to the
-// planes' words all stays in registers, but for the operands of a product. Values are turned by butterflies in the
-// reference's order, bit for bit, or with WARPGROUPS, 16-bit rows at head_dim 128, by a product with +-1 on the matrix
-// units. Keys are turned back by their frame and multiplied with the basis on the matrix units, both as two float16
-// numbers, high and low (a page and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A| of
-// any token that is not 2**14 times smaller than the page's largest number, so a code differs from the reference's only
-// where it is a tie to that, and a token's scale only where two cost the same squared error to about as much.
+// codes all stays in registers, but for the operands of a product: the four threads exchange their numbers so that each
+// has whole rings of a token, and one after the other becomes codes in shared memory. Values are turned by butterflies
+// in the reference's order, bit for bit, or with WARPGROUPS, 16-bit rows at head_dim 128, by a product with +-1 on the
+// matrix units. Keys are turned back by their frame and multiplied with the basis on the matrix units, both as two
+// float16 numbers, high and low (a page and columns over powers of two first): y is off by less than 2**-18 of sum
+// |k_f| |A| of any token that is not 2**14 times smaller than the page's largest number. So a number's units
+// (trellis.cuh) differ from the reference's only where they are a tie to that, and a token's scale only where two cost
+// the same squared error to about as much.
 #include "fit.cuh"
 #include "tokens.cuh"
 
@@ -346,6 +348,90 @@ DEVICE int frame_of_all(const Shared& shared) {
 
 #endif
 
+/// v[i] of thread j for v[j] of thread i, of four neighbouring threads.
+DEVICE void exchange(u32 (&v)[LANES], int j) {
+#pragma unroll
+    for (int mask = 1; mask < LANES; mask *= 2)
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) {
+            if (i & mask) continue;
+            const u32 other = __shfl_xor_sync(ALL_LANES, j & mask ? v[i] : v[i + mask], mask);
+            if (j & mask) v[i] = other;
+            else v[i + mask] = other;
+        }
+}
+/// Numbers of a token, two in a word, as rings: the m-th of a thread is the token's ring 4 m + j. Words of rings that a
+/// token does not have are anything.
+template <class S, int EACH>
+DEVICE void make_rings(const u32 (&from)[BANDS][2], u32 (*rings)[RING / 2], int j) {
+#pragma unroll
+    for (int m = 0; m < EACH; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 v[RUNS];
+            if (!S::VALUES) {  // a band of each thread
+#pragma unroll
+                for (int i = 0; i < LANES; ++i)
+                    v[i] = from[m * LANES + i < count_rings<S>() ? int(ring_bands<S>() >> 4 * (m * LANES + i) & 15) : 0]
+                               [half];
+                exchange(v, j);
+            } else {
+#pragma unroll
+                for (int run = 0; run < RUNS; ++run) {
+                    // The run is four channels of a band further on, the thread's own or another's.
+                    constexpr int LAST = BANDS - 1;
+                    const int away = BANDS * run % LANES, band = m + BANDS * run / LANES;
+                    const u32 mine = from[min(band, LAST)][half], next = from[min(band + 1, LAST)][half];
+                    v[run] = away ? __shfl_sync(ALL_LANES, j < away ? next : mine,
+                                                (int(threadIdx.x) % 32 & ~(LANES - 1)) | (j + away) % LANES)
+                                  : mine;
+                }
+            }
+#pragma unroll
+            for (int run = 0; run < RUNS; ++run) rings[m][run * 2 + half] = v[run];
+        }
+}
+/// Codes of a thread's tokens to shared.codes.
+template <class S>
+DEVICE void write_codes(const Token (&x)[TOKENS], const int (&scale)[TOKENS], Shared& shared) {
+    constexpr int RINGS = count_rings<S>(), EACH = (RINGS + LANES - 1) / LANES;
+    const int j = threadIdx.x % LANES;
+    u32 rings[TOKENS * EACH + (EACH == 0)][RING / 2];
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r) {
+        const float inverse = inverse_of<S>(scale[r]);
+        u32 numbers[BANDS][2] = {};
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i) {
+            if (S::width(i) == 0) continue;
+            u32 found[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) found[k] = units_of(x[r][i][k], inverse);
+            numbers[i][0] = permute_bytes(found[0], found[1], 0x5410);
+            numbers[i][1] = permute_bytes(found[2], found[3], 0x5410);
+            if (S::width(i) == 8)
+                four_of(shared, thread_token(r), i * BAND + j * 4) =
+                    code_of_8_bits(found[0]) | code_of_8_bits(found[1]) << 8 | code_of_8_bits(found[2]) << 16 |
+                    code_of_8_bits(found[3]) << 24;
+        }
+        make_rings<S, EACH>(numbers, rings + r * EACH, j);
+    }
+#pragma unroll 1
+    for (int n = 0; n < TOKENS * EACH; ++n) {  // not unrolled: the code of a search is long
+        const int number = n % EACH * LANES + j;
+        u32 codes[RUNS];
+        if constexpr (RINGS > 0) codes_of_ring<S>(rings[0], min(number, RINGS - 1), codes);
+#pragma unroll
+        for (int i = 0; i + 1 < TOKENS * EACH; ++i)
+#pragma unroll
+            for (int k = 0; k < RING / 2; ++k) rings[i][k] = rings[i + 1][k];
+        if (number < RINGS)
+#pragma unroll
+            for (int run = 0; run < RUNS; ++run)
+                four_of(shared, thread_token(n / EACH), run_channel<S>(number, run)) = codes[run];
+    }
+}
+
 /// Stores one side of a block's tokens from their rows.
 template <class S>
 DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS],
@@ -396,38 +482,25 @@ DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int 
         a.status->overflow[side] = 1;
         if (by_signs<S>() && has_nonfinite(a, side, page, head, shared)) a.status->nonfinite[side] = 1;
     }
-    u32 codes[TOKENS][BANDS] = {};
+    if (!WARPGROUPS) __syncthreads();  // codes take memory of the operands
+    write_codes<S>(x, scale, shared);
+    __syncthreads();
 #pragma unroll
-    for (int r = 0; r < TOKENS; ++r) codes_of<S>(x[r], scale[r], codes[r]);
-    const bool in_lanes_alone = of.out && in_lanes<S>();
-    if (!in_lanes_alone) {
-        __syncthreads();  // codes take memory of the operands
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r)
-#pragma unroll
-            for (int i = 0; i < BANDS; ++i)
-                if (S::width(i))
-                    *reinterpret_cast<u32*>(&shared.codes[thread_token(r)][i * BAND + j * 4]) = codes[r][i];
-        __syncthreads();
+    for (int r = 0; r < TOKENS; ++r) {
+        const int token = thread_token(r), place = of.place_of(shared, token);
+        unsigned char* out = of.out;
+#if STORES
+        if (!out) out = shared.page[token];
+#endif
+        if (j == 0 && place >= 0) out[S::SCALE_OFFSET + place] = (unsigned char)scale[r];
     }
 #if STORES
     if (!of.out) {
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r) {
-            const int token = thread_token(r);
-            if (j == 0 && shared.place[token] >= 0)
-                shared.page[token][S::SCALE_OFFSET + shared.place[token]] = (unsigned char)scale[r];
-        }
         scatter<S>(shared);
         return;
     }
 #endif
-#pragma unroll
-    for (int r = 0; r < TOKENS; ++r) {
-        if (j == 0) of.out[S::SCALE_OFFSET + thread_token(r)] = (unsigned char)scale[r];
-        write_lanes<S>(of.out, codes[r], thread_token(r), j);
-    }
-    if constexpr (!in_lanes<S>()) write_shared<S>(of.out, shared);
+    write_planes<S>(of.out, shared);
 }
 
 /// Pages (or IN_BLOCK tokens at a time) `first` .. `last` - 1 of a head.

@@ -234,7 +234,39 @@ DEVICE int fit_scale(const Token& x, Shared& shared, bool& overflow) {
             if (error < least) least = error, best = i ? scale_tried<S>(around, i) : first;
         }
     }
-    return best;
+    return scale_of_levels<S>(best);
+}
+
+/// Codes of the token that each group has: a thread has a ring, from shared.rows.
+template <class S>
+DEVICE void write_codes(const Token& x, int scale, Shared& shared) {
+    const float inverse = inverse_of<S>(scale);
+    const int token = group_token();
+#pragma unroll
+    for (int i = 0; i < BANDS; ++i)
+        if (S::width(i) == 8 && i % GROUPS == group()) {
+            u32 codes = 0;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) codes |= code_of_8_bits(units_of(x[i][k], inverse)) << 8 * k;
+            four_of(shared, token, channel(i)) = codes;
+        }
+    constexpr int RINGS = count_rings<S>();
+    if constexpr (RINGS > 0) {
+#pragma unroll 1
+        for (int number = group() * LANES + int(threadIdx.x) % LANES; number < RINGS; number += GROUPS * LANES) {
+            u32 numbers[RING / 2], codes[RUNS];
+#pragma unroll
+            for (int run = 0; run < RUNS; ++run) {
+                const float4 four =
+                    *reinterpret_cast<const float4*>(&shared.rows[token][run_channel<S>(number, run)]);
+                numbers[run * 2] = units_of(four.x, inverse) | units_of(four.y, inverse) << 16;
+                numbers[run * 2 + 1] = units_of(four.z, inverse) | units_of(four.w, inverse) << 16;
+            }
+            codes_of_ring<S>(numbers, number, codes);
+#pragma unroll
+            for (int run = 0; run < RUNS; ++run) four_of(shared, token, run_channel<S>(number, run)) = codes[run];
+        }
+    }
 }
 
 /// Stores one side of the block's tokens, of number `block` * IN_BLOCK and on.
@@ -259,11 +291,7 @@ DEVICE void store_pages(const Args& a, int side, int head, int block, int, Share
     bool overflow;
     const int scale = fit_scale<S>(x, shared, overflow), place = shared.place[group_token()];
     if (overflow && a.status) a.status->overflow[side] = 1;
-    const float inverse = inverse_of<S>(scale);
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i)
-        if (S::width(i) && i % GROUPS == group())
-            *reinterpret_cast<u32*>(&shared.codes[group_token()][channel(i)]) = four_codes(x[i], S::width(i), inverse);
+    write_codes<S>(x, scale, shared);
     if (group() == 0 && threadIdx.x % LANES == 0 && place >= 0)
         shared.page[group_token()][S::SCALE_OFFSET + place] = (unsigned char)scale;
     __syncthreads();

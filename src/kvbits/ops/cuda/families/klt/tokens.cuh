@@ -1,4 +1,4 @@
-// Tokens on their way to pages of banded codes: what a launch is told, rows as they come, and where tokens go by their
+// Tokens on their way to pages of trellis codes: what a launch is told, rows as they come, and where tokens go by their
 // slots. APPENDS, STORES and TOGETHER are macros.
 #pragma once
 #include "banded.cuh"

@@ -13,8 +13,10 @@
 // (head_dim a multiple of 32), field f of byte r there is field 2 f of the second plane's byte r, or field 2 f + 1 of
 // byte r - LOW_ROW. Two bitwise selections join words of both planes to one of fields 0 and 2 and one of fields 1 and
 // 3, at bits 1 and 5 of every byte, and there is one walk, over 3-bit fields. Elsewhere each plane has its own.
+//
+// Words of trellis codes become words of joined fields, too (value_rings.cuh): those of even fields and those of odd ones.
 #pragma once
-#include "config.cuh"
+#include "value_rings.cuh"
 
 /// CHUNK tokens in `slot`; `visible` of them are, the first at `position`, the page's first at `page_position`.
 struct Chunk {
@@ -26,10 +28,12 @@ constexpr int TOKENS = 4 * UNITS;        // of a lane in a step
 constexpr u32 WORD_ONES = 0x3c003c00u;  // (1, 1) in float16
 
 /// One plane of codes. BITS = 0 means the format has no such plane; the loops compile to nothing.
-template <int BITS_, int PLANE_OFFSET, int LOW_BITS_, int LOW_OFFSET_ = 0, int FLOAT = INTEGER, int CHANNELS = D>
+template <int BITS_, int PLANE_OFFSET, int LOW_BITS_, int LOW_OFFSET_ = 0, int FLOAT = INTEGER, int CHANNELS = D,
+          Rings RINGS_ = NO_RINGS>
 struct Plane {
     // LOW_BITS: bits of the code in later planes
     static constexpr int BITS = BITS_, OFFSET = PLANE_OFFSET, LOW_BITS = LOW_BITS_;
+    static constexpr Rings RINGS = RINGS_;
     static constexpr int LOW_OFFSET = LOW_OFFSET_;             // of the plane joined to this one
     static constexpr bool JOINED = LOW_OFFSET > 0;
     static constexpr int FIELDS = BITS ? 8 / BITS : 0;
@@ -41,8 +45,12 @@ struct Plane {
     static constexpr int ROUNDS = FIELDS * PAIRS;
     static constexpr int LOW_ROW = ROW / 2;                    // bytes of one token in the joined plane
 
-    /// A field's operands are codes times 2**exponent.
-    static constexpr int exponent(int field) { return JOINED ? 1 + field / 2 * 4 : BITS * field - LOW_BITS; }
+    using Ring = ValueRing<RINGS, BITS + JOINED>;
+
+    /// A field's operands are codes times 2**exponent; of trellis codes what stands for their levels.
+    static constexpr int exponent(int field) {
+        return RINGS ? Ring::exponent(field) : JOINED ? 1 + field / 2 * 4 : BITS * field - LOW_BITS;
+    }
     /// The operand of a code alike in all channels.
     static DEVICE u32 constant(u32 code, int field) {
         if (JOINED) return code * 0x00010001u << exponent(field);
@@ -64,13 +72,14 @@ DEVICE u32 operand(u32 even, u32 odd, int is_odd, int field) {
 template <int FLOAT, int BITS>
 DEVICE u32 odd_bytes(u32 w) { return FLOAT == INTEGER && BITS < 8 ? w >> 8 : w; }
 
-/// A word of codes and what to mask its operands out of: with joined planes two words, of even and of odd fields.
+/// A word of codes and what to mask its operands out of: of joined fields two words, of even and of odd ones.
 template <class CodePlane, int FLOAT>
 struct Fields {
-    static constexpr bool JOINED = CodePlane::JOINED;
-    static constexpr int WORDS = JOINED ? 2 : 1;
+    static constexpr bool JOINED = CodePlane::JOINED, RINGS = CodePlane::RINGS;
+    static constexpr int WORDS = JOINED || RINGS ? 2 : 1;
     u32 even[WORDS], odd[WORDS];
 
+    DEVICE Fields() {}
     /// low: the joined plane's word of these bytes; second: they are in the row's second half.
     DEVICE Fields(u32 w, u32 low = 0, int second = 0) {
         // a product goes to another pipe than shifts
@@ -79,10 +88,29 @@ struct Fields {
         for (int k = 0; k < WORDS; ++k) odd[k] = odd_bytes<FLOAT, CodePlane::BITS>(even[k]);
     }
     DEVICE u32 operand(int is_odd, int field) const {
-        if (JOINED) return (is_odd ? odd : even)[field % WORDS] & (0x00070007u << CodePlane::exponent(field));
+        if (JOINED || RINGS)
+            return (is_odd ? odd : even)[field % WORDS] &
+                   ((RINGS ? CodePlane::Ring::MASK : 7u) * 0x00010001u << CodePlane::exponent(field));
         return ::operand<FLOAT, CodePlane::BITS>(even[0], odd[0], is_odd, field);
     }
 };
+
+/// Those of four neighbouring bytes of a row, which are whole rings of trellis codes. `before`: see ValueRing.
+template <class CodePlane, int FLOAT>
+DEVICE void fields_of_four(Fields<CodePlane, FLOAT> (&found)[4], const uint4& w, const uint4& low, int second,
+                           const uint2& before) {
+    if constexpr (CodePlane::RINGS) {
+        u32 joined[4][2];
+        CodePlane::Ring::join(joined, {w.x, w.y, w.z, w.w}, {low.x, low.y, low.z, low.w}, second, before);
+        for (int n = 0; n < 4; ++n)
+            for (int k = 0; k < 2; ++k)
+                found[n].even[k] = joined[n][k],
+                found[n].odd[k] = odd_bytes<FLOAT, CodePlane::BITS>(joined[n][k]);
+    } else {
+        found[0] = {w.x, low.x, second}, found[1] = {w.y, low.y, second};
+        found[2] = {w.z, low.z, second}, found[3] = {w.w, low.w, second};
+    }
+}
 
 constexpr int operand_exponent(int is_float) { return is_float == INTEGER ? 24 : is_float == E4M3 ? 8 : 0; }
 
@@ -132,10 +160,11 @@ DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
 
 /// What decides how values are added up.
 struct ValueTraits {
-    using First = Plane<V_BITS0, V_OFFSET0, V_BITS1, V_JOINED_OFFSET, V_FLOAT, DV>;
+    using First = Plane<V_BITS0, V_OFFSET0, V_BITS1, V_JOINED_OFFSET, V_FLOAT, DV, Rings(V_RINGS)>;
     using Second = Plane<V_BITS1, V_OFFSET1, 0, 0, INTEGER, DV>;
     static constexpr int WEIGHTS = V_GROUPS;                                // sets of weights
-    static constexpr int EXPONENT = operand_exponent(V_FLOAT);
+    // levels of trellis codes are half a scale apart
+    static constexpr int EXPONENT = operand_exponent(V_FLOAT) - (V_RINGS != NO_RINGS);
     static constexpr bool PER_CHUNK = V_SCALE == SCALE_CHANNEL;             // outputs are scaled once per chunk
     // a chunk's sum of weights multiplies a channel vector
     static constexpr bool WEIGHT_SUMS = V_HAS_MEAN || (PER_CHUNK && V_HAS_BIAS);

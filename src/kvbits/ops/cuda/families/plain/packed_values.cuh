@@ -53,10 +53,19 @@ struct Values {
                 const int quad = (tile * UNITS + u) * 8 + 2 * c;
                 const uint4 first = *reinterpret_cast<const uint4*>(p + quad * 4 * width),
                             second = *reinterpret_cast<const uint4*>(p + (quad + 1) * 4 * width);
-                quad_of(first, low.load(quad), low.second, weights, u, 0, pair);
-                quad_of(second, low.load(quad + 1), low.second, weights, u, 1, pair);
+                const uint2 before = words_before(p, quad, block), before_second = words_before(p, quad + 1, block);
+                quad_of(first, low.load(quad), in_second_half(low, block), before, weights, u, 0, pair);
+                quad_of(second, low.load(quad + 1), in_second_half(low, block), before_second, weights, u, 1, pair);
             }
         }
+    }
+    /// Of trellis codes of 4 bits the words of a ring's other four bytes, half a row away: the last two.
+    static constexpr bool IN_HALVES = ValuePlane::RINGS && ValuePlane::BITS == 4;
+    static DEVICE uint2 words_before(const unsigned char* p, int quad, int block) {
+        if (!IN_HALVES) return {0, 0};
+        static_assert(!IN_HALVES || ValuePlane::BLOCKS == 2 * ValuePlane::PAIRS, "halves of a row are whole blocks");
+        const int other = (block ^ ValuePlane::PAIRS) - block;
+        return *reinterpret_cast<const uint2*>(p + other * 16 * CHUNK + quad * 64 + 8);
     }
     /// Where the joined plane has the codes of four bytes of the row, `byte` and those after it.
     struct LowBlock {
@@ -75,16 +84,21 @@ struct Values {
             return *reinterpret_cast<const uint4*>(p + quad * 4 * width);
         }
     };
+    static DEVICE int in_second_half(const LowBlock& low, int block) {
+        return IN_HALVES ? block >= ValuePlane::PAIRS : low.second;
+    }
     template <class Weights>
-    DEVICE void quad_of(const uint4& w, const uint4& low, int second, const Weights& weights, int u, int which,
-                        int pair) {
-        const Fields<ValuePlane, V_FLOAT> x(w.x, low.x, second), y(w.y, low.y, second), z(w.z, low.z, second),
-            w3(w.w, low.w, second);
+    DEVICE void quad_of(const uint4& w, const uint4& low, int second, const uint2& before, const Weights& weights, int u,
+                        int which, int pair) {
+        Fields<ValuePlane, V_FLOAT> of[4];
+        fields_of_four(of, w, low, second, before);
 #pragma unroll
         for (int f = 0; f < ValuePlane::FIELDS; ++f) {
             if (!used(f, pair)) continue;
-            const u32 a0 = x.operand(0, f), a1 = y.operand(0, f), a2 = x.operand(1, f), a3 = y.operand(1, f);
-            const u32 c0 = z.operand(0, f), c1 = w3.operand(0, f), c2 = z.operand(1, f), c3 = w3.operand(1, f);
+            const u32 a0 = of[0].operand(0, f), a1 = of[1].operand(0, f), a2 = of[0].operand(1, f),
+                      a3 = of[1].operand(1, f);
+            const u32 c0 = of[2].operand(0, f), c1 = of[3].operand(0, f), c2 = of[2].operand(1, f),
+                      c3 = of[3].operand(1, f);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 const u32 (&b)[2] = weights[group_of(f, pair)][n][u][which];

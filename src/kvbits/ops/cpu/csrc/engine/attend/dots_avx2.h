@@ -46,15 +46,18 @@ INLINE __m256i broadcast_word(const void* p) {
   return _mm256_set1_epi32(w);
 }
 
-// Products of banded codes (families/klt/keys.h), 4 channels of 8 tokens in a word each: codes up to 127 one word at a
+// Products of indices up to MOST (families/klt/keys.h), 4 channels of 8 tokens in a word each: up to 127 one word at a
 // time, up to 63 two.
 constexpr int BAND_ROWS_OF_TWO = 4;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 1;
 typedef __m256i BandQuery;
 INLINE BandQuery band_query(const uint8_t* q) { return broadcast_word(q); }
+template <int MOST>
 INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
-  const __m256i sums = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)a, qa), _mm256_maddubs_epi16((__m256i)b, qb));
-  to += (vi)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+  const __m256i x = _mm256_maddubs_epi16((__m256i)a, qa), y = _mm256_maddubs_epi16((__m256i)b, qb),
+                ones = _mm256_set1_epi16(1);
+  if (4 * MOST * 127 < 32768) to += (vi)_mm256_madd_epi16(_mm256_add_epi16(x, y), ones);
+  else to += (vi)_mm256_madd_epi16(x, ones) + (vi)_mm256_madd_epi16(y, ones);
 }
 
 INLINE __m256i even_bytes(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }
@@ -292,6 +295,36 @@ static void value_int(const ValueArgs& a) {
     }
     weight *= (float)(1 << bits);
   }
+}
+
+constexpr int LEVEL_ROWS_OF_FOUR = 1, LEVEL_ROWS_OF_TWO = 4;  // up to how many rows runs go side by side
+// Dot products of levels (families/klt/values.h) of magnitude up to MOST, 8 channels of four tokens at a time: runs FIRST,
+// FIRST + STEP .. of each quad of tokens.
+template <int MOST, int NH, int FIRST, int STEP, class Levels>
+INLINE void dot_levels(const ValueArgs& a, const Levels& levels, vf (&sums)[4 / STEP][NH]) {
+  constexpr int RUN = 32767 / (2 * 255 * MOST);
+  const uint8_t* p = a.block->pw[0][0];
+  const int quads = round_up(a.tokens, 8) / 4;
+  __m256i acc[4 / STEP][NH] = {};
+  for (int done = 0; done < quads; done += RUN) {
+    __m256i part[4 / STEP][NH] = {};
+    const int end = quads - done < RUN ? quads : done + RUN;
+    for (int quad = done; quad < end; quad++, p += 4) {
+      vi level[4];
+      levels.load(quad, level);
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) {
+        const __m256i w = broadcast_word(p + h * 2 * BLOCK);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4 / STEP; i++)
+          part[i][h] = _mm256_add_epi16(part[i][h], _mm256_maddubs_epi16(w, (__m256i)level[FIRST + i * STEP]));
+      }
+    }
+    for (int i = 0; i < 4 / STEP; i++)
+      for (int h = 0; h < NH; h++) acc[i][h] = _mm256_add_epi32(acc[i][h], widen_sums(part[i][h]));
+  }
+  for (int i = 0; i < 4 / STEP; i++)
+    for (int h = 0; h < NH; h++) sums[i][h] = to_float((vi)acc[i][h]);
 }
 
 }  // namespace

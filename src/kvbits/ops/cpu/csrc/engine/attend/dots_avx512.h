@@ -42,7 +42,7 @@ INLINE __m512i broadcast_word(const void* p) {
   return _mm512_set1_epi32(w);
 }
 
-// Products of banded codes (families/klt/keys.h), 4 channels of 16 tokens in a word each.
+// Products of indices up to MOST (families/klt/keys.h), 4 channels of 16 tokens in a word each.
 constexpr int BAND_ROWS_OF_TWO = 8;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 1;
 typedef __m512i BandQuery;
@@ -52,20 +52,10 @@ INLINE void add_band_word(vi& to, vi codes, BandQuery q) {
   add_dot(x, (__m512i)codes, q);
   to = (vi)x;
 }
+template <int MOST>
 INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
   add_band_word(to, a, qa);
   add_band_word(to, b, qb);
-}
-
-// Words turned to the right: a shift that also goes left, with the count in every lane (one that is the same for all
-// takes two steps on Intel's).
-#define HAVE_BAND_TURNS
-INLINE vi turned_words(const uint8_t* p, const int32_t& by) {
-  return (vi)_mm512_rorv_epi32(_mm512_loadu_si512(p), _mm512_set1_epi32(by));
-}
-INLINE vi joined_fields(vi high, vi low, vi high_mask, vi low_mask, int) {
-  // x | (low & mask)
-  return (vi)_mm512_ternarylogic_epi32((__m512i)(high & high_mask), (__m512i)low, (__m512i)low_mask, 0xf8);
 }
 
 // Integer q, 16 channels from `channel` on: [piece][channel] bytes.
@@ -367,6 +357,28 @@ static void value_int(const ValueArgs& a) {
     }
     weight *= (float)(1 << bits);
   }
+}
+
+constexpr int LEVEL_ROWS_OF_FOUR = 5, LEVEL_ROWS_OF_TWO = 8;  // up to how many rows runs go side by side
+// Dot products of levels (families/klt/values.h) of magnitude up to MOST, 16 channels of four tokens at a time: runs FIRST,
+// FIRST + STEP .. of each quad of tokens.
+template <int MOST, int NH, int FIRST, int STEP, class Levels>
+INLINE void dot_levels(const ValueArgs& a, const Levels& levels, vf (&sums)[4 / STEP][NH]) {
+  const uint8_t* p = a.block->pw[0][0];
+  const int quads = round_up(a.tokens, 8) / 4;
+  __m512i acc[4 / STEP][NH] = {};
+  for (int quad = 0; quad < quads; quad++, p += 4) {
+    vi level[4];
+    levels.load(quad, level);
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++) {
+      const __m512i w = broadcast_word(p + h * 2 * BLOCK);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4 / STEP; i++) add_dot(acc[i][h], w, (__m512i)level[FIRST + i * STEP]);
+    }
+  }
+  for (int i = 0; i < 4 / STEP; i++)
+    for (int h = 0; h < NH; h++) sums[i][h] = to_dot<1>(&acc[i][h]);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ INLINE vf store_p(uint8_t* row, const vi* p) {
   return to_float(total);
 }
 
-// Products of banded codes (families/klt/keys.h), 4 channels of VL tokens in a word each.
+// Products of indices up to MOST (families/klt/keys.h), 4 channels of VL tokens in a word each.
 constexpr int BAND_ROWS_OF_TWO = 1;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 2;
 typedef const int16_t* BandQuery;
@@ -33,6 +33,7 @@ INLINE BandQuery band_query(const uint8_t* q) { return (const int16_t*)q; }
 INLINE void add_band_word(vi& to, vi codes, BandQuery q) {
   for (int k = 0; k < 4; k++) to += (codes >> (8 * k) & 255) * q[k];
 }
+template <int MOST>
 INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
   add_band_word(to, a, qa);
   add_band_word(to, b, qb);
@@ -98,6 +99,27 @@ static void value_int(const ValueArgs& a) {
     }
     weight *= (float)(1 << bits);
   }
+}
+
+constexpr int LEVEL_ROWS_OF_FOUR = 8, LEVEL_ROWS_OF_TWO = 8;  // up to how many rows runs go side by side
+// Dot products of levels (families/klt/values.h) of magnitude up to MOST, 4 channels of four tokens at a time: runs FIRST,
+// FIRST + STEP .. of each quad of tokens.
+template <int MOST, int NH, int FIRST, int STEP, class Levels>
+INLINE void dot_levels(const ValueArgs& a, const Levels& levels, vf (&sums)[4 / STEP][NH]) {
+  const int16_t* p = (const int16_t*)a.block->pw[0][0];
+  const int quads = round_up(a.tokens, 8) / 4;
+  vi acc[4 / STEP][NH] = {};
+  for (int quad = 0; quad < quads; quad++, p += 4) {
+    vi level[4];
+    levels.load(quad, level);
+    for (int i = 0; i < 4 / STEP; i++)
+      for (int k = 0; k < 4; k++) {
+        const vi x = (level[FIRST + i * STEP] << (24 - 8 * k)) >> 24;
+        for (int h = 0; h < NH; h++) acc[i][h] += x * p[h * BLOCK + k];
+      }
+  }
+  for (int i = 0; i < 4 / STEP; i++)
+    for (int h = 0; h < NH; h++) sums[i][h] = to_float(acc[i][h]);
 }
 
 }  // namespace

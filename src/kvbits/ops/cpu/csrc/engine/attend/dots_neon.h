@@ -18,12 +18,13 @@ INLINE int8x16_t broadcast_word(const uint8_t* p) {
   return vreinterpretq_s8_s32(vdupq_n_s32(w));
 }
 
-// Products of banded codes (families/klt/keys.h), 4 channels of 4 tokens in a word each.
+// Products of indices up to MOST (families/klt/keys.h), 4 channels of 4 tokens in a word each.
 constexpr int BAND_ROWS_OF_TWO = 2;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 1;
 typedef int8x16_t BandQuery;
 INLINE BandQuery band_query(const uint8_t* q) { return broadcast_word(q); }
 INLINE void add_band_word(vi& to, vi codes, BandQuery q) { to = (vi)vdotq_s32((int32x4_t)to, (int8x16_t)codes, q); }
+template <int MOST>
 INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
   add_band_word(to, a, qa);
   add_band_word(to, b, qb);
@@ -155,6 +156,29 @@ template <int FMT, int NH>
 static void value_int(const ValueArgs& a) {
   if (num_planes(FMT) == 2) value_plane<FMT, NH, num_planes(FMT) - 1>(a, 1.0f);
   value_plane<FMT, NH, 0>(a, num_planes(FMT) == 2 ? 2.0f : 1.0f);
+}
+
+constexpr int LEVEL_ROWS_OF_FOUR = 2, LEVEL_ROWS_OF_TWO = 6;  // up to how many rows runs go side by side
+// Dot products of levels (families/klt/values.h) of magnitude up to MOST, 4 channels of four tokens at a time: runs FIRST,
+// FIRST + STEP .. of each quad of tokens.
+template <int MOST, int NH, int FIRST, int STEP, class Levels>
+INLINE void dot_levels(const ValueArgs& a, const Levels& levels, vf (&sums)[4 / STEP][NH]) {
+  const uint8_t* p = a.block->pw[0][0];
+  const int quads = round_up(a.tokens, 8) / 4;
+  int32x4_t acc[4 / STEP][NH][P_PIECES] = {};
+  for (int quad = 0; quad < quads; quad++, p += 4) {
+    vi level[4];
+    levels.load(quad, level);
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++)
+      for (int k = 0; k < P_PIECES; k++) {
+        const int8x16_t w = broadcast_word(p + h * 2 * BLOCK + k * BLOCK);
+        for (int i = 0; i < 4 / STEP; i++)
+          acc[i][h][k] = vdotq_s32(acc[i][h][k], (int8x16_t)level[FIRST + i * STEP], w);
+      }
+  }
+  for (int i = 0; i < 4 / STEP; i++)
+    for (int h = 0; h < NH; h++) sums[i][h] = to_dot<P_PIECES>(acc[i][h]);
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ struct Chunk {
   alignas(64) float q[ROWS][ROW_STRIDE];       // q * scaling, * log2(e) unless capped
   // q with per-channel key scales folded in, turned to the page, or in its basis
   alignas(64) float folded[ROWS][ROW_STRIDE];
-  // q in the basis of banded keys (families/klt/basis.h): [frame][rows][head_dim, rounded up to 16]
+  // q in the basis of trellis keys (families/klt/basis.h): [frame][rows][head_dim, rounded up to 16]
   alignas(64) float in_basis[FRAME_FLOATS];
   alignas(64) uint8_t qw[ROWS][Q_STRIDE];      // integer q in the tier's own order
   alignas(64) float acc[ROWS][ROW_STRIDE];     // sum of 2^(s - m) * v
@@ -38,7 +38,8 @@ struct Chunk {
   alignas(64) float l[ROWS][VL];               // sum of 2^(s - m), one partial sum per lane
   float q_scale[MAX_GROUPS][ROWS];             // q ~ q_scale * integer
   float q_zero[MAX_GROUPS][ROWS];              // - zero * q_scale * sum of integers
-  float piece_scale[2 * MAX_GROUPS][ROWS];     // of what the bands of banded codes add
+  float piece_scale[2 * MAX_GROUPS][ROWS];     // of what the bands of trellis codes add
+  alignas(64) float of_offsets[ROWS][(OFFSETS + 15) / 16 * 16];  // what each row of offsets adds to a score
   float q_sum[MAX_GROUPS][ROWS];               // q_scale * sum of integers
   float q_bias[ROWS];                          // q . (per-channel bias or mean) of the current page
   alignas(64) float m[ROW_LANES];              // the largest score so far (log2), LOWEST before there is one
@@ -50,6 +51,7 @@ struct Chunk {
 // Scratch of the current block of tokens.
 struct Block {
   alignas(64) float s[ROWS][BLOCK];                // scores, then probabilities
+  float k_offsets[ROWS][BLOCK / TILE];             // what offsets add to the scores of each tile's tokens
   alignas(64) float k_scale[MAX_GROUPS][BLOCK];
   alignas(64) float k_bias[MAX_GROUPS][BLOCK];
   alignas(64) float v_scale[MAX_GROUPS][BLOCK];
@@ -91,6 +93,7 @@ struct ValueArgs {
   int page_size, first_token;
   int groups, group_channels;
   const float* channel_scale;  // null when scales are folded into p
+  bool fitted;                 // levels of trellis codes
   const Block* block;
   Chunk* chunk;
   int64_t ahead;

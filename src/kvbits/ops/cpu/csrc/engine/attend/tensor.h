@@ -17,6 +17,7 @@ struct Tensor {
   bool raw, split;         // split: raw bf16 read in split order (dots_float.h)
   bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
+  bool trellis;            // values of trellis codes, read by families/klt/values.h
   int groups, group_channels, row_bytes[2];
   float zero;      // middle of the code range
   float dot_zero;  // what of it the dot products leave to be settled
@@ -54,7 +55,7 @@ static Tensor describe(const kvbits_tensor& t, int head_dim, int64_t pages) {
 
 // What values' kernels take off `dot_zero` by themselves.
 static Tensor as_values(Tensor d) {
-  if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4) d.dot_zero -= int_zero(FORMAT_INT4);
+  if (DOTS_CENTER_INT4_VALUES && !d.trellis && d.format == FORMAT_INT4) d.dot_zero -= int_zero(FORMAT_INT4);
   return d;
 }
 

@@ -16,7 +16,7 @@ struct PageBuffers {
   uint8_t* rows;   // [page_size][row_bytes + 16]
   float *low, *high, *inverse, *scale, *bias;  // [groups][page_size] or [width]
   float* mean;     // [width]
-  uint8_t *more_codes, *more_params[2];  // as `codes` and as stored parameters, for what is stored by slots
+  uint8_t* more_params[2];  // as stored parameters, for what is stored by slots
 };
 
 INLINE int padded_width(int head_dim) { return round_up(head_dim, 16); }
@@ -40,7 +40,6 @@ static size_t carve(PageBuffers& b, char* scratch, int page_size, int head_dim) 
   b.scale = (float*)take(params * 4);
   b.bias = (float*)take(params * 4);
   b.mean = (float*)take(w * 4);
-  b.more_codes = (uint8_t*)take(page);
   for (uint8_t*& to : b.more_params) to = (uint8_t*)take(params * 4);
   return end;
 }

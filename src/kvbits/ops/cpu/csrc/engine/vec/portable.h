@@ -18,6 +18,7 @@ typedef int32_t vi_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias
 typedef uint16_t vh_mem __attribute__((vector_size(VL * 2), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define MEMBER inline __attribute__((always_inline))
 
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vi splat_int(int32_t x) { return x - vi{}; }
@@ -42,6 +43,42 @@ template <int DEGREE>
 INLINE vf exp2_neg(vf x);
 INLINE float sum(vf x);
 INLINE float max_of(vf x);
+INLINE vi turned(vi x, int left);
+INLINE vi bits_of(int mask, vi a, vi b);
+
+#ifndef HAVE_WORDS
+// 32-bit words turned to the left, 0 < left < 32.
+INLINE vi turned(vi x, int left) { return (vi)((vu)x << left | (vu)x >> (32 - left)); }
+// Of every byte the bits of `a` that are in the mask, of `b` the others.
+INLINE vi bits_of(int mask, vi a, vi b) { return (a & mask * 0x01010101) | (b & ~(mask * 0x01010101)); }
+// a ^ (b & mask), the mask that of every byte.
+INLINE vi flipped(vi a, vi b, int mask) { return a ^ (b & mask * 0x01010101); }
+// a | (b & mask)
+INLINE vi masked_or(vi a, vi b, int mask) { return a | (b & mask * 0x01010101); }
+// Words shifted down by a number that is not known beforehand.
+INLINE vi shifted_by(vi x, const int32_t& by) { return (vi)((vu)x >> by); }
+#endif
+INLINE vi shifted_down(vi x, int by) { return (vi)((vu)x >> by); }
+INLINE vi masked(vi x, int mask) { return x & mask * 0x01010101; }
+
+#ifndef HAVE_LANES
+// As many times four words as a vector has.
+INLINE vi load_quads(const uint8_t* const (&at)[VL / 4]) { return load_int(at[0]); }
+// Bytes of numbers below 8 to the levels of values of 2 bits, in half steps: 2 x - 7, and if `fitted` 9 instead of 7.
+// Bits 3 and 7 must be 0; what others hold above the number does not matter.
+INLINE vi odd_levels(vi x, bool fitted) {
+  typedef int8_t vb __attribute__((vector_size(VL * 4)));
+  const vb n = (vb)(x & 0x07070707), most = (vb)((vi)(n == 7) & (fitted ? 0x02020202 : 0)),
+           least = (vb)((vi)(n == 0) & (fitted ? 0x02020202 : 0));
+  return (vi)(n * 2 - 7 + most - least);
+}
+// Of every four lanes: the last N of `before`, then the first of x.
+template <int N>
+INLINE vi lanes_behind(vi before, vi x) {
+  static_assert(VL == 4, "wider vectors have instructions for it");
+  return N == 1 ? __builtin_shufflevector(before, x, 3, 4, 5, 6) : __builtin_shufflevector(before, x, 2, 3, 4, 5);
+}
+#endif
 
 #ifndef HAVE_MIN_MAX
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
@@ -141,6 +178,20 @@ INLINE vi load_bytes(const uint8_t* p) {
 }
 INLINE void store_bytes(uint8_t* p, vi x) {
   for (int i = 0; i < VL; i++) p[i] = (uint8_t)x[i];
+}
+#endif
+
+#ifndef HAVE_FOURS
+// Four numbers from each of VL addresses: x[n] has the n-th ones.
+INLINE void load_fours(const float* const* at, int64_t offset, vf (&x)[4]) {
+  for (int i = 0; i < VL; i++)
+    for (int n = 0; n < 4; n++) x[n][i] = at[i][offset + n];
+}
+// The bytes of each four words, byte by byte: the first ones of all four, then the second ones; a four every `apart`
+// bytes.
+INLINE void store_fours(uint8_t* to, int64_t apart, vi words) {
+  for (int i = 0; i < VL; i++)
+    for (int n = 0; n < 4; n++) to[i / 4 * apart + 4 * n + i % 4] = (uint8_t)(words[i] >> 8 * n);
 }
 #endif
 

@@ -1,11 +1,13 @@
-// Keys of banded codes (docs/reference/formats.md).
+// Keys of trellis codes (docs/reference/formats.md).
 //
-// A code is the sum of its planes' fields, each times 2^shift. A band's fields are joined to codes before one integer
-// dot product; a band or two neighbours of the same width have one scale of the query's 8-bit integers:
+// An index is 2 (code ^ b(t - 2)) + b(t - 1), with b the lowest bits of a ring's codes, and a ring is a band: the bits
+// before lie in other fields or bytes of the words that the code itself lies in. So words are turned and joined to
+// indices before the integer dot products. A band or two neighbours of the same width have one scale of the query's
+// 8-bit integers:
 //
-//   score(h, t) = k_scale[t] * (sum over scales of q_scale[h] * dot(q_int, codes) + q_zero[h]) + q' . mean
+//   score(h, t) = k_scale[t] * (sum over scales of q_scale[h] * dot(q_int, indices) / 2 + q_zero[h]) + q' . offsets
 //
-// with q' the query in the page's basis (basis.h) and q_zero what the middles of the codes' ranges take off.
+// with q' the query in the page's basis (basis.h) and q_zero what the middles of the indices' ranges take off.
 #pragma once
 #include <stdint.h>
 
@@ -14,35 +16,28 @@
 
 namespace {
 
-// Four channels of a tile's tokens in one plane.
-struct BandWord {
-  int32_t offset;  // of the tile's word, bytes from the head struct to that of the page's first tile
-  int32_t shift;   // of the field in each byte, or by how much the word turns to have it in its place (BANDS_TURN)
-  bool first;      // the lowest field of its byte
-};
+constexpr int RUNS = BAND / 4;  // of a band's channels: each the four bytes of one field
 
-// A band's fields in one plane. Where the last band is narrower, integer queries are 0 behind it and its words meet
-// them again.
-struct BandFields {
-  BandWord word[BAND / 4];
-  int32_t mask;        // of a field in each byte; with BANDS_TURN in its place in the code
+// A band's first word in one plane.
+struct BandPlane {
+  int32_t offset;      // of the tile's word, bytes from the head struct to that of the page's first tile
   int32_t tile_bytes;  // from tile to tile
 };
 
-// A band's codes, of one plane's fields or of two planes'. Codes of 8 bits are two of 4, the higher ones first: their
-// products fit 16 bits.
-struct BandCodes {
-  BandFields high, low;
-  int32_t low_bits;  // of `low`, 0 without it
-  int32_t band;
-  float weight;      // of a code
-  bool ends;         // the dot products are complete, and take their scale
+// A band, or a half of each code of 8 bits: of 4 bits each, the higher ones first, since their products fit 16 bits.
+struct BandPiece {
+  BandPlane high, low;  // `low`: the plane of the lowest bits; `high`: of those above, if there are any
+  int32_t width, band;
+  int32_t runs;         // 4, or 2 of a last band of 8 channels
+  int32_t shift;        // of 1 bit: of the band's fields in each byte; of 8: of the half
+  float weight;         // of an index
+  bool ends;            // the dot products are complete, and take their scale
 };
 
 // All of a head.
 struct BandPieces {
   int32_t count;
-  BandCodes piece[2 * MAX_GROUPS];
+  BandPiece piece[2 * MAX_GROUPS];
 };
 static_assert(MAX_GROUPS * BAND >= MAX_HEAD_DIM, "bands are counted as groups");
 
@@ -52,39 +47,11 @@ struct BandArgs {
   int first_tile, tokens;
   const Chunk* chunk;
   const BandPieces* pieces;
-  const float* scale;   // [BLOCK]
-  float* s;             // [ROWS][BLOCK]
-  int64_t ahead;        // distance to the page that is fetched into L2 while this one is read
+  const float* scale;  // [BLOCK]
+  const float (*offsets)[BLOCK / TILE];  // [ROWS], what is added to the scores of each tile's tokens
+  float* s;            // [ROWS][BLOCK]
+  int64_t ahead;       // distance to the page that is fetched into L2 while this one is read
 };
-
-#ifdef HAVE_BAND_TURNS
-constexpr bool BANDS_TURN = true;
-#else
-constexpr bool BANDS_TURN = false;
-#endif
-
-// Words of VL tokens with their field at the bottom (BANDS_TURN: in its place in the code) of every byte, and the codes
-// of two planes' words.
-#ifndef HAVE_BAND_TURNS
-INLINE vi turned_words(const uint8_t* p, int shift) { return (vi)((vu)load_int(p) >> shift); }
-INLINE vi joined_fields(vi high, vi low, vi high_mask, vi low_mask, int low_bits) {
-  return ((high & high_mask) << low_bits) | (low & low_mask);
-}
-#endif
-
-// The fields of a band of `channels` channels, the first of them `at` in its plane, which begins at `offset`; they come
-// `up` bits above the codes' lowest.
-static BandFields band_fields(int offset, int at, int channels, int row_bytes, int bits, int up) {
-  BandFields f;
-  f.mask = ((1 << bits) - 1) * 0x01010101;
-  f.tile_bytes = row_bytes * TILE;
-  if (BANDS_TURN) f.mask <<= up;
-  for (int c = 0; c < BAND; c += 4) {
-    const int channel = at + (c < channels ? c : 0), shift = channel / row_bytes * bits;
-    f.word[c / 4] = {offset + channel % row_bytes * TILE, BANDS_TURN ? (shift - up) & 31 : shift, shift == 0};
-  }
-  return f;
-}
 
 // Two bands take one scale where that is faster: AVX-512, klt4 4 %; AVX2 keeps its sums in memory then and loses 3 %.
 constexpr bool BANDS_SHARE = VL == 16;
@@ -108,81 +75,192 @@ static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim) 
   }
   list.count = 0;
   for (int i = 0; i < bands; i++) {
-    BandCodes codes = {};
-    codes.band = i;
-    codes.ends = true;
-    codes.weight = 1.0f;
-    auto fields = [&](int bits, int up) {
-      const BandFields f = band_fields(offset[bits], at[bits], channels_of(i), row_bytes[bits], bits, up);
+    const int width = t.bands[i], low = width & -width, high = width - low;
+    if (!width) continue;
+    BandPiece piece = {};
+    piece.width = width;
+    piece.band = i;
+    piece.runs = channels_of(i) / 4;
+    piece.weight = width == 8 ? 1.0f : 0.5f;
+    piece.ends = true;
+    auto plane = [&](int bits) {
+      const int word = at[bits] * bits / 32;
       at[bits] += channels_of(i);
-      return f;
+      return BandPlane{offset[bits] + word * 4 * TILE, row_bytes[bits] * TILE};
     };
-    if (t.bands[i] == 8) {
-      codes.high = fields(8, 0);
-      codes.high.mask = 0x0f0f0f0f;
-      BandCodes upper = codes;
-      upper.weight = 16.0f;
-      for (int n = 0; n < BAND / 4; n++) upper.high.word[n].shift = 4, upper.high.word[n].first = false;
-      list.piece[list.count++] = upper;
-      list.piece[list.count++] = codes;
-      continue;
-    }
-    const int high = t.bands[i] & 4 ? 4 : t.bands[i] & 2 ? 2 : t.bands[i], low = t.bands[i] - high;
-    if (!high) continue;
+    piece.shift = low == 1 ? at[1] % 32 / 4 : 0;
+    piece.low = plane(low);
+    if (high) piece.high = plane(high);
     if (shares_scale(t.bands, i)) list.piece[list.count - 1].ends = false;
-    codes.low_bits = low;
-    codes.high = fields(high, low);
-    if (low) codes.low = fields(low, 0);
-    list.piece[list.count++] = codes;
+    if (width == 8) {
+      BandPiece upper = piece;
+      upper.weight = 16.0f;
+      upper.shift = 4;
+      list.piece[list.count++] = upper;
+    }
+    list.piece[list.count++] = piece;
   }
 }
 
-// Codes of V vectors of tokens, four channels in each of their words: those of `band` that its words n are of, and
-// lines of the page to come.
-template <int V, bool JOINED>
-INLINE void load_codes(const BandCodes& band, const uint8_t* at, int64_t tile, int n, int64_t ahead, bool new_lines,
-                       vi (&codes)[V]) {
-  const uint8_t* high = at + tile * band.high.tile_bytes + band.high.word[n].offset;
-  const int64_t high_next = VL < TILE ? VL * 4 : band.high.tile_bytes;
-  const vi high_mask = splat_int(band.high.mask);
-  if (band.high.word[n].first) {  // a line is fetched once, whatever else it holds
-    if (new_lines) fetch(high + ahead);
-    if (V * VL > TILE) fetch(high + high_next + ahead);
+// How words lie in a page, and of the page to come.
+struct BandAt {
+  const uint8_t* page;  // the head struct, at the vector's tokens in a tile
+  int64_t tile, ahead;
+  bool new_lines;  // of the page to come, which are fetched once
+};
+
+// Word n of a plane, of V vectors of tokens. `fetches`: its line is not fetched by another band.
+template <int V>
+INLINE void load_words(const BandAt& at, const BandPlane& plane, int n, bool fetches, vi (&words)[V]) {
+  const uint8_t* p = at.page + at.tile * plane.tile_bytes + plane.offset + n * (4 * TILE);
+  const int64_t next = VL < TILE ? VL * 4 : plane.tile_bytes;
+  if (fetches) {
+    if (at.new_lines) fetch(p + at.ahead);
+    if (V * VL > TILE) fetch(p + next + at.ahead);
   }
-  if constexpr (JOINED) {
-    const uint8_t* low = at + tile * band.low.tile_bytes + band.low.word[n].offset;
-    const int64_t low_next = VL < TILE ? VL * 4 : band.low.tile_bytes;
-    const vi low_mask = splat_int(band.low.mask);
-    if (band.low.word[n].first) {
-      if (new_lines) fetch(low + ahead);
-      if (V * VL > TILE) fetch(low + low_next + ahead);
+  for (int v = 0; v < V; v++) words[v] = load_int(p + v * next);
+}
+
+// Indices of VL tokens' four runs from the words of the lowest plane, in bits 0 to LOW of every byte; of 1 and 2 bits
+// other bits are anything. Of a band of two runs the others are copies of them, so that a run before the first is the
+// last one, and meet queries of 0.
+template <int LOW>
+struct LowIndices;
+
+template <>
+struct LowIndices<1> {
+  vi even, odd;  // two neighbouring fields to four
+
+  MEMBER void join(vi w) {  // whose runs are the lowest four bits of each byte
+    const vi u = bits_of(0x3c, turned(w, 2), turned(w, 6));  // the last two runs of the byte before, then these
+    const vi one = shifted_down(u, 1), own = shifted_down(u, 2), x = u ^ own;
+    even = bits_of(0x0a, x << 1, one);
+    odd = bits_of(0x0a, x, own);
+  }
+  MEMBER vi run(int i) const {
+    const vi x = i % 2 ? odd : even;
+    return i < 2 ? x : shifted_down(x, 2);
+  }
+};
+
+template <>
+struct LowIndices<2> {
+  vi even, odd;
+
+  MEMBER void join(vi w) {
+    const vi f = flipped(w, turned(w, 4), 0x55);
+    even = bits_of(0x66, f << 1, turned(w, 2));
+    odd = bits_of(0x66, shifted_down(f, 1), w);
+  }
+  MEMBER vi run(int i) const {
+    const vi x = i % 2 ? odd : even;
+    return i < 2 ? x : shifted_down(x, 4);
+  }
+};
+
+template <>
+struct LowIndices<4> {
+  vi first, second, one, other;  // codes and lowest bits of runs 0, 1 and 2, 3
+
+  MEMBER void join(vi w, vi x) {
+    one = masked(w, 0x11), other = masked(x, 0x11);
+    first = w ^ turned(other, 8);
+    second = x ^ one;
+  }
+  MEMBER vi run(int i) const {
+    if (i == 0) return bits_of(0x1e, first << 1, turned(other, 4));
+    if (i == 1) return bits_of(0x1e, shifted_down(first, 3), one);
+    if (i == 2) return bits_of(0x1e, second << 1, shifted_down(one, 4));
+    return bits_of(0x1e, shifted_down(second, 3), other);
+  }
+};
+
+// Indices of a band: V vectors of tokens, four channels in each word.
+template <int WIDTH, int V>
+INLINE void load_indices(const BandAt& at, const BandPiece& band, vi (&index)[RUNS][V]) {
+  constexpr int LOW = WIDTH & -WIDTH, HIGH = WIDTH - LOW;
+  const bool narrow = band.runs < RUNS;
+  vi w[V], x[V];
+  load_words<V>(at, band.low, 0, LOW > 1 || band.shift == 0, w);
+  if (LOW == 4) load_words<V>(at, band.low, narrow ? 0 : 1, true, x);
+  LowIndices<LOW> low[V];
+  for (int v = 0; v < V; v++) {
+    if constexpr (LOW == 4) {
+      low[v].join(w[v], x[v]);
+    } else {
+      if (LOW == 1) w[v] = shifted_by(w[v], band.shift);
+      if (narrow) w[v] = LOW == 1 ? bits_of(0x0c, w[v] << 2, w[v]) : bits_of(0xf0, w[v] << 4, w[v]);
+      low[v].join(w[v]);
     }
+  }
+  if constexpr (HIGH == 0) {
     for (int v = 0; v < V; v++)
-      codes[v] =
-          joined_fields(turned_words(high + v * high_next, band.high.word[n].shift),
-                        turned_words(low + v * low_next, band.low.word[n].shift), high_mask, low_mask, band.low_bits);
+#pragma GCC unroll 4
+      for (int i = 0; i < RUNS; i++) index[i][v] = LOW == 4 ? low[v].run(i) : masked(low[v].run(i), (2 << LOW) - 1);
   } else {
-    for (int v = 0; v < V; v++) codes[v] = turned_words(high + v * high_next, band.high.word[n].shift) & high_mask;
+    constexpr int UP = LOW + 1, MASK = ((1 << HIGH) - 1) << UP;
+    load_words<V>(at, band.high, 0, true, w);
+    if (HIGH == 4) load_words<V>(at, band.high, narrow ? 0 : 1, true, x);
+    for (int v = 0; v < V; v++)
+#pragma GCC unroll 4
+      for (int i = 0; i < RUNS; i++) {
+        const int place = HIGH == 4 ? i % 2 * 4 : i * 2;  // of the field in its byte
+        const vi word = HIGH == 4 && i >= 2 ? x[v] : w[v];
+        const vi high = place < UP ? word << (UP - place) : place > UP ? shifted_down(word, place - UP) : word;
+        index[i][v] = masked_or(masked(high, MASK), low[v].run(i), (2 << LOW) - 1);
+      }
   }
 }
 
 // Dot products of one band.
-template <int V, int NH, bool JOINED>
-INLINE void add_band(const BandArgs& a, const BandCodes& band, const uint8_t* at, int64_t tile, bool new_lines,
-                     vi (&sums)[V][NH]) {
+template <int WIDTH, int V, int NH>
+INLINE void add_band(const BandArgs& a, const BandPiece& band, const BandAt& at, vi (&sums)[V][NH]) {
   const uint8_t* q = a.chunk->qw[0] + band.band * (BAND * NARROW_Q_BYTES);
+  vi index[RUNS][V];
+  load_indices<WIDTH, V>(at, band, index);
 #pragma GCC unroll 2
-  for (int n = 0; n < BAND / 4; n += 2) {
-    vi x[V], y[V];
-    load_codes<V, JOINED>(band, at, tile, n, a.ahead, new_lines, x);
-    load_codes<V, JOINED>(band, at, tile, n + 1, a.ahead, new_lines, y);
+  for (int n = 0; n < RUNS; n += 2)
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
       const BandQuery first = band_query(q + h * Q_STRIDE + 4 * n * NARROW_Q_BYTES),
                       second = band_query(q + h * Q_STRIDE + 4 * (n + 1) * NARROW_Q_BYTES);
 #pragma GCC unroll 2
-      for (int v = 0; v < V; v++) add_band_words(sums[v][h], x[v], y[v], first, second);
+      for (int v = 0; v < V; v++)
+        add_band_words<(WIDTH < 8 ? (2 << WIDTH) - 1 : 15)>(sums[v][h], index[n][v], index[n + 1][v], first, second);
     }
+}
+
+// The same of half of each code of 8 bits.
+template <int V, int NH>
+INLINE void add_wide_band(const BandArgs& a, const BandPiece& band, const BandAt& at, vi (&sums)[V][NH]) {
+  const uint8_t* q = a.chunk->qw[0] + band.band * (BAND * NARROW_Q_BYTES);
+  for (int n = 0; n < band.runs; n += 2, q += 8 * NARROW_Q_BYTES) {
+    vi x[V], y[V];
+    load_words<V>(at, band.low, n, band.shift > 0, x);
+    load_words<V>(at, band.low, n + 1, band.shift > 0, y);
+    for (int v = 0; v < V; v++) {
+      x[v] = masked(shifted_by(x[v], band.shift), 0x0f);
+      y[v] = masked(shifted_by(y[v], band.shift), 0x0f);
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++) {
+      const BandQuery first = band_query(q + h * Q_STRIDE), second = band_query(q + h * Q_STRIDE + 4 * NARROW_Q_BYTES);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) add_band_words<15>(sums[v][h], x[v], y[v], first, second);
+    }
+  }
+}
+
+template <int V, int NH>
+INLINE void add_piece(const BandArgs& a, const BandPiece& band, const BandAt& at, vi (&sums)[V][NH]) {
+  switch (band.width) {
+    case 1: return add_band<1, V, NH>(a, band, at, sums);
+    case 2: return add_band<2, V, NH>(a, band, at, sums);
+    case 3: return add_band<3, V, NH>(a, band, at, sums);
+    case 4: return add_band<4, V, NH>(a, band, at, sums);
+    case 5: return add_band<5, V, NH>(a, band, at, sums);
+    case 6: return add_band<6, V, NH>(a, band, at, sums);
+    default: return add_wide_band<V, NH>(a, band, at, sums);
   }
 }
 
@@ -194,20 +272,17 @@ static void key_banded(const BandArgs& a) {
   // neighbouring vectors of tokens that share what is loaded of queries and lists
   constexpr int V = NH <= BAND_ROWS_OF_TWO ? 2 : 1;
   for (int t = 0; t < a.tokens; t += V * VL) {
-    const int tile = a.first_tile + t / TILE;
-    const uint8_t* at = a.page + t % TILE * 4;
-    const bool new_lines = t % TILE == 0;
+    const BandAt at = {a.page + t % TILE * 4, a.first_tile + t / TILE, a.ahead, t % TILE == 0};
     vf s[V][NH];
     for (int v = 0; v < V; v++)
       for (int h = 0; h < NH; h++) s[v][h] = splat(c.q_zero[0][h]);
     vi sums[V][NH] = {};
     for (int i = 0; i < list.count; i++) {
-      const BandCodes& band = list.piece[i];
+      const BandPiece& band = list.piece[i];
       if (!BANDS_SHARE)
         for (int v = 0; v < V; v++)
           for (int h = 0; h < NH; h++) sums[v][h] = vi{};
-      if (band.low_bits) add_band<V, NH, true>(a, band, at, tile, new_lines, sums);
-      else add_band<V, NH, false>(a, band, at, tile, new_lines, sums);
+      add_piece<V, NH>(a, band, at, sums);
       if (BANDS_SHARE && !band.ends) continue;
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++)
@@ -218,11 +293,19 @@ static void key_banded(const BandArgs& a) {
         }
     }
     for (int v = 0; v < V; v++)
-      for (int h = 0; h < NH; h++) store(a.s + h * BLOCK + t + v * VL, s[v][h] * load(a.scale + t + v * VL));
+      for (int h = 0; h < NH; h++) {
+        const int at_token = t + v * VL;
+        store(a.s + h * BLOCK + at_token, s[v][h] * load(a.scale + at_token) + splat(a.offsets[h][at_token / TILE]));
+      }
   }
 }
 
-// Integers of `folded`, and what the middles of the codes' ranges take off the scores.
+// The middle between the levels of a width, in scales.
+INLINE float middle_of(int bits) {
+  return bits == 8 ? 127.5f : bits ? 0.25f * (float)((2 << bits) - 1) : 0.0f;
+}
+
+// Integers of `folded`, and what the middles of the indices' ranges take off the scores.
 static void quantize_by_band(Chunk& c, const kvbits_tensor& t, const BandPieces& list, int head_dim) {
   constexpr int J = BAND / VL > 0 ? BAND / VL : 1;
   static_assert(BAND % VL == 0, "bands are whole vectors");
@@ -248,7 +331,7 @@ static void quantize_by_band(Chunk& c, const kvbits_tensor& t, const BandPieces&
       const float amax = largest[i], scale = amax * (1.0f / NARROW_Q_LIMIT);
       // what is smaller still adds nothing to a score
       const float inverse = amax > 1e-30f ? NARROW_Q_LIMIT / amax : 0.0f;
-      const float middle = -scale * (0.5f * (float)((1 << t.bands[i]) - 1));
+      const float middle = -scale * middle_of(t.bands[i]);
       for (int v = 0; v < J; v++) {
         const vi x = round_to_int(load(q + i * BAND + v * VL) * inverse);
         zero += to_float(x) * middle;

@@ -1,4 +1,4 @@
-// Attention to a part whose keys have codes by band: queries in the basis of a page's frame (basis.h) and the dot
+// Attention to a part whose keys have trellis codes: queries in the basis of a page's frame (basis.h) and the dot
 // products of keys.h. Everything else is `base`, the plain path, which reads the part's values.
 #pragma once
 #include <stdint.h>
@@ -18,6 +18,7 @@ constexpr ByRows<BandKernel> band_kernels = {{key_banded<1>, key_banded<2>, key_
                                              true};
 
 struct KltPart {
+  static constexpr int AT_ONCE = VL == 16 ? 16 : 8;  // rows of offsets
   Part& part;
   PlainPart& base;
   Angles& angles;
@@ -33,6 +34,7 @@ struct KltPart {
     angles.start = -1;
     angles.frames.pairs = 0;
     part.in_basis = true;
+    if (!part.key.t->offsets) __builtin_memset(part.block.k_offsets, 0, sizeof part.block.k_offsets);
   }
 
   // Queries in the basis where the page's frame is another one than that of the page before.
@@ -55,37 +57,54 @@ struct KltPart {
       const float* rows = c.in_basis + (of_page - first_frame) / FRAME * c.rows * width;
       for (int h = 0; h < c.rows; h++) __builtin_memcpy(c.folded[h], rows + h * width, width * sizeof(float));
       quantize_by_band(c, key, pieces, head_dim);
+      if (key.offsets) multiply_offsets(c);
     }
     frame = of_page;
   }
 
-  // What the row of offsets of a token's key adds to the scores of a chunk (quant/basis.py).
-  void add_offsets(Chunk& c, int64_t start, int place) {
-    const int head_dim = part.call.head_dim;
-    for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
-    add_query_bias(c, c.folded[0], offsets_of(*part.key.t, part.kv_head, head_dim, start, place), head_dim);
+  // What each row of offsets adds to the scores of a chunk (quant/basis.py), several at once.
+  void multiply_offsets(Chunk& c) {
+    const int width = round_up(part.call.head_dim, 16);
+    const float* rows = part.key.t->offsets + (int64_t)part.kv_head * OFFSETS * width;
+    for (int j = 0; j < OFFSETS; j += AT_ONCE)
+      for (int h = 0; h < c.rows; h++) {
+        vf sums[AT_ONCE] = {};
+        const int n = OFFSETS - j < AT_ONCE ? OFFSETS - j : AT_ONCE;
+        if (n < AT_ONCE) {  // the row of position 0
+          for (int k = 0; k < n; k++)
+            for (int i = 0; i < width; i += VL) sums[k] += load(c.folded[h] + i) * load(rows + (j + k) * width + i);
+        } else {
+          for (int i = 0; i < width; i += VL) {
+            const vf q = load(c.folded[h] + i);
+#pragma GCC unroll 16
+            for (int k = 0; k < AT_ONCE; k++) sums[k] += q * load(rows + (j + k) * width + i);
+          }
+        }
+        sum_each(sums, n, c.of_offsets[h] + j);
+      }
   }
 
   void begin_page(const PageView& at, int64_t start) {
     enter_frame(start);
     base.begin_page(at, start);
     page_start = start;
-    for (int i = 0; i < part.num_chunks && part.key.t->offsets; i++) add_offsets(part.chunks[i], start, 1);
   }
 
   void begin_block(const PageView& at, int token, int n) { base.begin_block(at, token, n); }
 
   void scores(Chunk& c, const PageView& at, int token, int n) {
+    const bool offsets = part.key.t->offsets;
+    float(*of_tiles)[BLOCK / TILE] = part.block.k_offsets;
+    if (offsets)
+      for (int i = 0; i < BLOCK / TILE; i++) {
+        const int row = offset_row(page_start, token + i * TILE + (page_start == 0));
+        for (int h = 0; h < c.rows; h++) of_tiles[h][i] = c.of_offsets[h][row];
+      }
     band_kernels.of[c.rows - 1](
-        {at.page, token / TILE, n, &c, &pieces, part.block.k_scale[0], part.block.s[0], at.ahead});
-    // position 0 has a row of its own, and the page's is added to all
-    if (part.key.t->offsets && page_start + token == 0) {
-      float of_page[ROWS];
-      __builtin_memcpy(of_page, c.q_bias, sizeof of_page);
-      add_offsets(c, 0, 0);
-      for (int h = 0; h < c.rows; h++) part.block.s[h][0] += c.q_bias[h] - of_page[h];
-      __builtin_memcpy(c.q_bias, of_page, sizeof of_page);
-    }
+        {at.page, token / TILE, n, &c, &pieces, part.block.k_scale[0], of_tiles, part.block.s[0], at.ahead});
+    if (offsets && page_start + token == 0)  // whose row is its own
+      for (int h = 0; h < c.rows; h++)
+        part.block.s[h][0] += c.of_offsets[h][offset_row(0, 0)] - c.of_offsets[h][offset_row(0, 1)];
   }
 
   void outputs(Chunk& c, const PageView& at, int token, int n) { base.outputs(c, at, token, n); }

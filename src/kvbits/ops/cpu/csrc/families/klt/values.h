@@ -1,17 +1,29 @@
-// Values with codes by band have one width: integers around the middle between two codes, which plain's kernels read.
-// Their basis is that of the outputs.
+// Values of trellis codes (docs/reference/formats.md): levels of four runs of channels, joined from the words of a
+// block's tokens before the integer dot products. Their basis is that of the outputs.
+//
+// A word is one byte of four tokens' rows, and a ring has the words of four neighbouring bytes: in vectors of words the
+// channel before is the lane before, and in front of a ring's first lane its last one in the run before.
 #pragma once
 #include "engine/attend/part.h"
 #include "hadamard.h"
 
 namespace {
 
-static Tensor describe_banded_values(const kvbits_tensor& t, int head_dim, int64_t pages) {
+constexpr int RING_LANES = RING / 4;
+constexpr int RINGS = VL / RING_LANES;  // of a vector
+
+// What levels are around: those of 2 bits are odd integers, of more bits indices.
+constexpr float middle_index(int bits) { return bits == 2 ? 0.0f : (float)((1 << bits) - 0.5f); }
+constexpr float level_weight(int bits) { return bits == 2 ? 0.25f : 0.5f; }
+constexpr int largest_level(int bits) { return bits == 2 ? 9 : (2 << bits) - 1; }
+
+static Tensor describe_trellis_values(const kvbits_tensor& t, int head_dim, int64_t pages) {
   kvbits_tensor as_integers = t;
   as_integers.format = integers_of_bits(t.bands[0]);
   Tensor d = describe(as_integers, head_dim, pages);
   d.t = &t;
-  d.zero = d.dot_zero = 0.5f * (float)((1 << t.bands[0]) - 1);
+  d.zero = d.dot_zero = middle_index(t.bands[0]) * level_weight(t.bands[0]);
+  d.trellis = true;
   return d;
 }
 
@@ -20,5 +32,238 @@ static void turn_outputs(Part& p) {
   for (int i = 0; i < p.num_chunks; i++)
     for (int h = 0; h < p.chunks[i].rows; h++) hadamard(p.chunks[i].acc[h], p.call.value_head_dim);
 }
+
+// Where a plane has words of a vector's rings, at the block's first token.
+struct RingWords {
+  alignas(64) int32_t shift[VL];  // of their fields
+  const uint8_t* at[RINGS];
+  int quad_bytes[RINGS];
+  bool whole;    // the rings lie side by side
+  bool fetches;  // lines that no other vector fetches
+};
+
+// Words of the channels that lie `start` behind the first one of each of `count` rings from `first` on. Lanes behind the
+// last ring have those of the first.
+static void find_words(const ValueArgs& a, int plane, int bits, int start, int first, int count, RingWords& w) {
+  const int rb = a.row_bytes[plane];
+  w.whole = true;
+  w.fetches = false;
+  for (int i = 0; i < RINGS; i++) {
+    const int channel = start + 4 * (i < count ? first + i : first), r = channel % rb, block = r / 16 * 16,
+              width = rb - block < 16 ? rb - block : 16, shift = channel / rb * bits;
+    w.at[i] = a.plane[plane] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4;
+    w.quad_bytes[i] = 4 * width;
+    for (int k = 0; k < RING_LANES; k++) w.shift[i * RING_LANES + k] = shift;
+    w.whole &= w.at[i] == w.at[0] + i * 16;
+    w.fetches |= shift == 0;
+  }
+}
+
+template <bool WHOLE>
+INLINE vi load_rings(const RingWords& w, int quad, int64_t ahead) {
+  if (WHOLE || RINGS == 1) {
+    const uint8_t* at = w.at[0] + quad * w.quad_bytes[0];
+    if (w.fetches) fetch(at + ahead);
+    return load_int(at);
+  }
+  const uint8_t* at[RINGS];
+  for (int i = 0; i < RINGS; i++) {
+    at[i] = w.at[i] + quad * w.quad_bytes[i];
+    if (w.fetches) fetch(at[i] + ahead);
+  }
+  return load_quads(at);
+}
+
+INLINE vi fields_at_bottom(const RingWords& w, vi x) { return (vi)((vu)x >> (vu)load_int(w.shift)); }
+
+// Bytes turned by `by` bits to the left.
+INLINE vi bytes_turned(vi x, int by) { return bits_of((0xff << by) & 0xff, x << by, shifted_down(x, 8 - by)); }
+
+// Levels of a vector of rings, four tokens of each channel, by run. Where all runs are fields of the same bytes, or of
+// two:
+template <int BITS, bool WHOLE>
+struct FieldLevels;
+
+template <bool WHOLE>
+struct FieldLevels<2, WHOLE> {
+  RingWords words;
+  int64_t ahead;
+  bool fitted;
+
+  static bool serves(int head_dim) { return head_dim % RING == 0; }
+  void find(const ValueArgs& a, int first, int count) { find_words(a, 0, 2, 0, first, count, words); }
+  bool whole() const { return words.whole; }
+  MEMBER void load(int quad, vi (&level)[4]) const {
+    const vi w = load_rings<WHOLE>(words, quad, ahead), low = masked(w, 0x55), last = bytes_turned(low, 2);
+    const vi one = lanes_behind<1>(last, low), f = w ^ lanes_behind<2>(last, low);
+    const vi even = bits_of(0x66, f << 1, one), odd = bits_of(0x66, shifted_down(f, 1), shifted_down(one, 2));
+    level[0] = odd_levels(even, fitted);
+    level[1] = odd_levels(odd, fitted);
+    level[2] = odd_levels(shifted_down(even, 4), fitted);
+    level[3] = odd_levels(shifted_down(odd, 4), fitted);
+  }
+};
+
+// The lower plane has two runs' fields side by side.
+template <bool WHOLE>
+struct FieldLevels<3, WHOLE> {
+  RingWords words, low_words;
+  int64_t ahead;
+  bool fitted;
+
+  static bool serves(int head_dim) { return head_dim % (2 * RING) == 0; }
+  void find(const ValueArgs& a, int first, int count) {
+    find_words(a, 0, 2, 0, first, count, words);
+    find_words(a, 1, 1, 0, first, count, low_words);
+  }
+  bool whole() const { return words.whole && low_words.whole; }
+  MEMBER void load(int quad, vi (&level)[4]) const {
+    const vi w = load_rings<WHOLE>(words, quad, ahead),
+             low = masked(fields_at_bottom(low_words, load_rings<WHOLE>(low_words, quad, ahead)), 0x55);
+    const vi last = bytes_turned(low, 2), one = lanes_behind<1>(last, low), f = low ^ lanes_behind<2>(last, low);
+    const vi both = (f << 1) | one;
+    const vi even = bits_of(0xcc, w << 2, both), odd = bits_of(0xcc, w, shifted_down(both, 2));
+    level[0] = masked(even, 0x0f);
+    level[1] = masked(odd, 0x0f);
+    level[2] = masked(shifted_down(even, 4), 0x0f);
+    level[3] = masked(shifted_down(odd, 4), 0x0f);
+  }
+};
+
+// Runs 0 and 2 are the fields of some bytes, 1 and 3 those of others.
+template <bool WHOLE>
+struct FieldLevels<4, WHOLE> {
+  RingWords words, more_words;
+  int64_t ahead;
+  bool fitted;
+
+  static bool serves(int head_dim) { return head_dim % RING == 0; }
+  void find(const ValueArgs& a, int first, int count) {
+    find_words(a, 0, 4, 0, first, count, words);
+    find_words(a, 0, 4, a.head_dim / 4, first, count, more_words);
+  }
+  bool whole() const { return words.whole && more_words.whole; }
+  MEMBER void load(int quad, vi (&level)[4]) const {
+    const vi w = load_rings<WHOLE>(words, quad, ahead), x = load_rings<WHOLE>(more_words, quad, ahead);
+    const vi low = masked(w, 0x11), more = masked(x, 0x11), last = bytes_turned(more, 4);
+    const vi one = lanes_behind<1>(last, low), other = lanes_behind<1>(low, more);
+    const vi f = w ^ lanes_behind<2>(last, low), g = x ^ lanes_behind<2>(low, more);
+    level[0] = bits_of(0x1e, f << 1, one);
+    level[1] = bits_of(0x1e, g << 1, other);
+    level[2] = bits_of(0x1e, shifted_down(f, 3), shifted_down(one, 4));
+    level[3] = bits_of(0x1e, shifted_down(g, 3), shifted_down(other, 4));
+  }
+};
+
+// The same at any head_dim: every run has words of its own. Rings may lack their last runs.
+template <int BITS>
+struct RunLevels {
+  static constexpr int LOW = BITS & -BITS, LOW_PLANE = BITS == 3;
+  RingWords words[4], low_words[4], last_words;
+  int64_t ahead;
+  bool fitted;
+
+  void find(const ValueArgs& a, int first, int count) {
+    const int stride = round_up(a.head_dim, RING) / 4;
+    for (int run = 0; run < 4; run++) {
+      find_run(a, LOW_PLANE, LOW, run, stride, first, count, low_words[run]);
+      if (BITS == 3) find_run(a, 0, 2, run, stride, first, count, words[run]);
+    }
+    RingWords by_run[4];
+    for (int run = 0; run < 4; run++) by_run[run] = low_words[run];
+    last_words = by_run[0];
+    for (int i = 0; i < RINGS; i++) {
+      int last = 3;
+      const int ring = i < count ? first + i : first;
+      while (last * stride + 4 * ring >= a.head_dim) last--;
+      last_words.at[i] = by_run[last].at[i];
+      last_words.quad_bytes[i] = by_run[last].quad_bytes[i];
+      __builtin_memcpy(last_words.shift + i * RING_LANES, by_run[last].shift + i * RING_LANES, 4 * RING_LANES);
+    }
+  }
+  // Runs that a ring lacks have its first one's words.
+  static void find_run(const ValueArgs& a, int plane, int bits, int run, int stride, int first, int count,
+                       RingWords& w) {
+    find_words(a, plane, bits, run * stride, first, count, w);
+    RingWords of_first;
+    find_words(a, plane, bits, 0, first, count, of_first);
+    for (int i = 0; i < RINGS; i++)
+      if (run * stride + 4 * (i < count ? first + i : first) >= a.head_dim) {
+        w.at[i] = of_first.at[i];
+        w.quad_bytes[i] = of_first.quad_bytes[i];
+        __builtin_memcpy(w.shift + i * RING_LANES, of_first.shift + i * RING_LANES, 4 * RING_LANES);
+      }
+  }
+  MEMBER vi fields(const RingWords& w, int quad, int bits) const {
+    return masked(fields_at_bottom(w, load_rings<false>(w, quad, ahead)), (1 << bits) - 1);
+  }
+  MEMBER void load(int quad, vi (&level)[4]) const {
+    vi before = fields(last_words, quad, LOW);
+#pragma GCC unroll 4
+    for (int run = 0; run < 4; run++) {
+      const vi low = fields(low_words[run], quad, LOW);
+      vi code = low;
+      if (BITS == 3) code |= fields(words[run], quad, 2) << 1;
+      const vi index = (flipped(code, lanes_behind<2>(before, low), 1) << 1) | masked(lanes_behind<1>(before, low), 1);
+      level[run] = BITS == 2 ? odd_levels(index, fitted) : index;
+      before = low;
+    }
+  }
+};
+
+// The outputs gain runs FIRST, FIRST + STEP .. of a vector of rings.
+template <int BITS, int NH, int FIRST, int STEP, class Levels>
+INLINE void add_runs(const ValueArgs& a, const Levels& levels, int channel, int stride, int lanes) {
+  vf sums[4 / STEP][NH];
+  dot_levels<largest_level(BITS), NH, FIRST, STEP>(a, levels, sums);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4 / STEP; i++) {
+    const int at = channel + (FIRST + i * STEP) * stride, left = a.head_dim - at < lanes ? a.head_dim - at : lanes;
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++) {
+      const vf x = sums[i][h] * (a.block->p_scale[0][h] * level_weight(BITS));
+      if (left >= VL) add_output(a, h, at, x);
+      else add_output(a, h, at, x, iota() < splat_int(left));
+    }
+  }
+}
+
+// The outputs gain the runs of a vector of rings, as many at once as the registers hold sums of.
+template <int BITS, int NH, int FIRST, class Levels>
+INLINE void add_rings(const ValueArgs& a, const Levels& levels, int first, int count) {
+  constexpr int STEP = NH <= LEVEL_ROWS_OF_FOUR ? 1 : NH <= LEVEL_ROWS_OF_TWO ? 2 : 4;
+  add_runs<BITS, NH, FIRST, STEP>(a, levels, 4 * first, round_up(a.head_dim, RING) / 4, 4 * count);
+  if constexpr (FIRST + 1 < STEP) add_rings<BITS, NH, FIRST + 1>(a, levels, first, count);
+}
+
+// The chunk's outputs gain the block's values. Middles of indices are settled by the caller.
+template <int BITS, int NH>
+static void value_trellis(const ValueArgs& a) {
+  const int rings = round_up(a.head_dim, RING) / RING;
+  for (int first = 0; first < rings; first += RINGS) {
+    const int count = rings - first < RINGS ? rings - first : RINGS;
+    if (FieldLevels<BITS, true>::serves(a.head_dim)) {
+      FieldLevels<BITS, true> levels;
+      levels.ahead = a.ahead;
+      levels.fitted = a.fitted;
+      levels.find(a, first, count);
+      if (levels.whole() && count == RINGS) add_rings<BITS, NH, 0>(a, levels, first, count);
+      else add_rings<BITS, NH, 0>(a, *(FieldLevels<BITS, false>*)&levels, first, count);
+    } else {
+      RunLevels<BITS> levels;
+      levels.ahead = a.ahead;
+      levels.fitted = a.fitted;
+      levels.find(a, first, count);
+      add_rings<BITS, NH, 0>(a, levels, first, count);
+    }
+  }
+}
+
+#define BY_ROWS_OF(bits)                                                                             \
+  {{value_trellis<bits, 1>, value_trellis<bits, 2>, value_trellis<bits, 3>, value_trellis<bits, 4>,  \
+    value_trellis<bits, 5>, value_trellis<bits, 6>, value_trellis<bits, 7>, value_trellis<bits, 8>}, \
+   true}
+constexpr ByRows<void (*)(const ValueArgs&)> trellis_values[3] = {BY_ROWS_OF(2), BY_ROWS_OF(3), BY_ROWS_OF(4)};
+#undef BY_ROWS_OF
 
 }  // namespace

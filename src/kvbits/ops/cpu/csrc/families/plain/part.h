@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 #include "engine/attend/part.h"
+#include "families/klt/values.h"
 #include "kernels.h"
 
 namespace {
@@ -72,6 +73,7 @@ static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int tok
   v.groups = value.groups;
   v.group_channels = value.group_channels;
   v.channel_scale = value.channel_scales ? p.block.v_channel : nullptr;
+  v.fitted = value.t->fitted;
   v.block = &p.block;
   v.chunk = &c;
   v.ahead = at.ahead;
@@ -79,6 +81,7 @@ static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int tok
 }
 
 static void plain_outputs(const Tensor& value, Chunk& c, const ValueArgs& v) {
+  if (value.trellis) return trellis_values[value.t->bands[0] - 2].of[c.rows - 1](v);
   (value.raw ? plain_kernels.raw_value[value.split ? BF16_SPLIT : value.t->raw_dtype]
              : plain_kernels.value[value.format])
       .of[c.rows - 1](v);
