@@ -183,15 +183,19 @@ class Fit:
             "preset": None if self.preset is None else self.preset.to_dict(),
             "tried": [m.to_dict() for m in self.tried],
             "steps": [{"nbytes": n, "bits_per_element": b, "predicted_kl": k} for n, b, k in self.steps],
-            "widths": {side: widths(self.chosen.scheme, len(self.goal.layers), side) for side in SIDES},
+            "widths": {side: widths(self.chosen.scheme, self.goal.layers, side) for side in SIDES},
             "sensitivities": [s.to_dict() for s in self.sensitivities],
         }
 
 
-def widths(scheme: Scheme, count: int, side: str) -> list[float]:
+def widths(scheme: Scheme, layers: tuple[LayerGeometry, ...], side: str) -> list[float]:
     """Bits of one code of each layer's keys or values, the mean where bands differ."""
-    specs = [scheme.for_layer(i, count)[SIDES.index(side)] for i in range(count)]
-    return [RAW if s.is_raw else s.mean_bits for s in specs]
+    found: list[float] = []
+    for i, g in enumerate(layers):
+        spec = scheme.for_layer(i, len(layers))[SIDES.index(side)]
+        bands = spec.widths(g.dim(side[0]))
+        found.append(RAW if spec.is_raw else sum(bands) / len(bands) if bands else spec.bits)
+    return found
 
 
 # -- formats --------------------------------------------------------------------------------------------------------
