@@ -417,16 +417,16 @@ def test_a_source_that_does_not_compile_says_why(tmp_path):
         (dict(key=QuantSpec.raw(), value=QuantSpec.raw(), head_dim=128, raw_dtype="float32"), "float32"),
         (
             dict(key=KLT.key, value=KLT.value, head_dim=80),
-            "banded codes at head_dim=80; the CUDA kernel reads head_dim 64, 128, 256",
+            "trellis codes at head_dim=80; the CUDA kernel reads head_dim 64, 128, 256",
         ),
-        (dict(key=KLT.key, value=spec("int4"), head_dim=64), "banded codes of one of keys and values beside int4"),
+        (dict(key=KLT.key, value=spec("int4"), head_dim=64), "trellis codes of one of keys and values beside int4"),
         (
             dict(key=dataclasses.replace(KLT.key, basis="hadamard", center=None), value=KLT.value, head_dim=64),
-            "banded keys with basis='hadamard'",
+            "trellis keys with basis='hadamard'",
         ),
         (
-            dict(key=KLT.key, value=dataclasses.replace(KLT.value, bands=(4, 4, 2, 2)), head_dim=64),
-            "banded values of 2, 4 bits",
+            dict(key=KLT.key, value=dataclasses.replace(KLT.value, bands=(6, 6, 6, 6)), head_dim=64),
+            "trellis values of 6 bits",
         ),
     ],
 )
@@ -587,7 +587,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     # its product where heads are widest, or so that one more block fits. Attention over banded pages has 128 registers
     # for each of 16 warps: some words of a segment's start and end, and of those that make its queries, are kept in
     # local memory, none of a page's.
-    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 528 if scheme.key.is_trellis else 0
+    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 640 if scheme.key.is_trellis else 0
     most = {"attend": attend, "store_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 8}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128}
     if not spills:

@@ -91,6 +91,15 @@ def banded():
     yield Case(**of("klt3"), lengths=(700, 70), tail=20, head_dim=256, group=2, page_size=128)
     # few tokens, some hidden from one query
     yield Case(**of("klt2"), lengths=(64, 70), group=2, num_queries=2, page_size=32)
+    # four columns and eight, pages across the ends of frames, rings whose words are other lanes'
+    yield Case(**of("klt2"), lengths=(600, 70), tail=20, sinks=4, first=500, group=8)
+    yield Case(**of("klt3"), lengths=(333, 0, 70), tail=20, sinks=4, first=1000, group=4, window=100)
+    yield Case(**of("klt4"), lengths=(600, 70), tail=20, sinks=4, first=1000, group=4)
+    yield Case(**of("klt4"), lengths=(333, 70), head_dim=64, group=8)
+    yield Case(**of("klt2"), lengths=(333, 70), head_dim=256, group=8, sinks=4, tail=20)
+    uniform = {"key": of("klt2")["key"], "value": dataclasses.replace(of("klt2")["value"], levels="uniform")}
+    yield Case(**uniform, lengths=(333, 70), group=2)
+    yield Case(**uniform, lengths=(333, 70), group=6, head_dim=64)
     wide = schemes.get("klt4", head_dim=256)  # has a plane of 8 bits
     yield Case(key=wide.key, value=wide.value, lengths=(333, 0, 70), tail=20, sinks=4, head_dim=256, group=4)
     key, value = of("klt3").values()
@@ -243,6 +252,20 @@ def test_parts_of_one_format_may_have_parameters_of_their_own(fmt, emulated):
     one.positions += 1000
     one.pools += two.pools
     check(one)
+
+
+@pytest.mark.parametrize("group", [4, 8])
+def test_newer_pages_may_have_codes_of_other_widths_and_a_basis_of_their_own(group, emulated):
+    """What a scheme reads its newest tokens from: copies in a finer format, then raw ones."""
+    old, new = (
+        make(Case(**of(name), lengths=(n, 128), group=group, tail=t), "cpu", i)
+        for i, (name, n, t) in enumerate((("klt2", 333, 0), ("klt4", 212, 20)))
+    )
+    old.stores += new.stores
+    old.tables += [dataclasses.replace(t, starts=t.starts + 384) for t in new.tables]
+    old.positions = new.positions + 384
+    old.pools += new.pools
+    assert check(old).explain().count("blocks of") == 2
 
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])

@@ -1,6 +1,6 @@
 // Keys of banded codes: scores of a step's tokens, from operands that banded_queries.cuh makes for each frame.
 #pragma once
-#include "key_rings.cuh"
+#include "banded_rings.cuh"
 #include "packed_codes.cuh"
 
 // at most four query columns: the other four of a matrix instruction are of the lower bytes, or of other channels
@@ -120,10 +120,9 @@ struct BandedKeys : BandedFrames {
         if (page.first >= 0 && t == 0 && g == 0)
             for (int e = 0; e < 2; ++e) s[0][0][e] += of_first(page.first, 2 * c + e);
     }
-    /// Codes of a field of bytes 0 and 2, of bytes 1 and 3.
+    /// Codes of a field of bytes 0 and 2, of bytes 1 and 3; `whole`: no other bits are set.
     static DEVICE u32 even(u32 w, u32 field) { return w & field; }
-    template <int BITS>
-    static DEVICE u32 odd(u32 w, u32 field) { return BITS == 8 ? permute_bytes(w, 0, 0x4341) : w >> 8 & field; }
+    static DEVICE u32 odd(u32 w, u32 field, bool whole) { return whole ? permute_bytes(w, 0, 0x4341) : w >> 8 & field; }
     /// Adds the products of a plane's fields to the first step's, which begin at `start`.
     template <int BITS>
     static DEVICE void multiply(float (&acc)[UNITS][2][4], const unsigned char* slot, const Of& page, int first_step,
@@ -147,8 +146,9 @@ struct BandedKeys : BandedFrames {
                     for (int half = 0; half < 2; ++half) {
                         float(&sum)[4] = acc[u][half];
                         const u32 x = words[2 * half][j % 2], y = words[2 * half + 1][j % 2];
-                        const u32 a0 = even(x, field), a1 = even(y, field), a2 = odd<BITS>(x, field),
-                                  a3 = odd<BITS>(y, field);
+                        const bool whole = BITS == 8 || (BITS == 4 && P::joined(load));
+                        const u32 a0 = even(x, field), a1 = even(y, field), a2 = odd(x, field, whole),
+                                  a3 = odd(y, field, whole);
                         if (step == 0)
                             mma_f16(sum, a0, a1, a2, a3, b.x, b.y, page.start[0], page.start[1], page.start[0],
                                     page.start[1]);

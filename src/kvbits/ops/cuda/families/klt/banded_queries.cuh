@@ -53,7 +53,7 @@ struct Bands {
 /// taken four at a time, one by each lane; of two that are left two lanes take the same word, and of one all four: each
 /// of them other fields.
 ///
-/// Where a word of a load has lowest bits of codes, words are joined (key_rings.cuh): their fields are indices, of which
+/// Where a word of a load has lowest bits of codes, words are joined (banded_rings.cuh): their fields are indices, of which
 /// the field is all but the lowest bit.
 template <int BITS_>
 struct BandPlane {

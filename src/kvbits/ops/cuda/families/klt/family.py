@@ -200,7 +200,5 @@ def _frame_ring_bytes(layout: PageLayout, warps: int, fold: bool) -> int:
     makers, tiles = _makers(layout)
     d = layout.head_dim
     tile = 144 + 64 * OFFSETS + 512 * _key_steps(layout)
-    return (
-        -(-(tiles * (tile + 16) + 32 * (d + 32) + d * (64 + 4 * (16 if fold else 2)) + makers * 128 + 4 * warps) // 16)
-        * 16
-    )
+    scratch = 32 * (d + 32) + d * (64 + 4 * (16 if fold else 2)) + makers * 128
+    return -(-(tiles * (tile + 16) + scratch + 4 * warps) // 16) * 16

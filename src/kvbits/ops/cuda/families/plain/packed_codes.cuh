@@ -88,6 +88,8 @@ struct Fields {
         for (int k = 0; k < WORDS; ++k) odd[k] = odd_bytes<FLOAT, CodePlane::BITS>(even[k]);
     }
     DEVICE u32 operand(int is_odd, int field) const {
+        if (RINGS && CodePlane::BITS == 4)  // no other bits are set
+            return is_odd ? permute_bytes(even[field], 0, 0x4341) : even[field] & 0x00ff00ffu;
         if (JOINED || RINGS)
             return (is_odd ? odd : even)[field % WORDS] &
                    ((RINGS ? CodePlane::Ring::MASK : 7u) * 0x00010001u << CodePlane::exponent(field));
