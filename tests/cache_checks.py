@@ -18,11 +18,21 @@ SCALING = 0.3
 class Pair:
     """A paged cache and its dense model, driven together."""
 
-    def __init__(self, cache: PagedCache, *, group: int = 2, softcap: float | None = None, attend: bool = True) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        *,
+        group: int = 2,
+        softcap: float | None = None,
+        attend: bool = True,
+        unit: float | None = None,
+    ) -> None:
         self.cache = cache
         self.model = DenseCache(cache.spec, cache.static, fixed=cache.max_tokens is not None)
         self.group, self.softcap, self.attend = group, softcap, attend
         self.dtype = getattr(torch, cache.spec.raw_dtype)
+        usual = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+        self.unit = usual[self.dtype] if unit is None else unit  # of the largest number, what attention may be off by
 
     def random(self, batch: int, tokens: int, heads: int, head_dim: int, spread: float = 1.0) -> torch.Tensor:
         return (torch.randn(batch, tokens, heads, head_dim) * spread).to(self.dtype)
@@ -64,9 +74,8 @@ class Pair:
                     ranks = (before[b] + keep[b].long().cumsum(0) - 1).masked_fill(~keep[b], -1).tolist()
                     window = spec.layers[layer].sliding_window
                     expected, _ = dense_attention(q[b], held[0], held[1], ranks, SCALING, window, self.softcap)
-                    unit = 2e-5 if self.dtype == torch.float32 else 2e-2 if self.dtype == torch.bfloat16 else 4e-3
                     torch.testing.assert_close(
-                        out[b].double(), expected, rtol=0, atol=unit * max(1.0, expected.abs().max().item())
+                        out[b].double(), expected, rtol=0, atol=self.unit * max(1.0, expected.abs().max().item())
                     )
 
     def check(self) -> None:

@@ -55,13 +55,17 @@ def cache_of(spec, ids=None, upto=None, chunk=64, **options):
     return cache if ids is None else extend(cache, ids, len(ids) if upto is None else upto, chunk)
 
 
-def bytes_of(cache, row=0):
-    """Everything a sequence is: its integers, and the bytes of its pages as far as it shows them."""
+def bytes_of(cache, row=0, copies=True):
+    """Everything a sequence is: its integers, and the bytes of its pages as far as it shows them; without `copies`
+    those of newest pages are left out.
+    """
     found = []
     for g in cache.groups:
         s = g.sequences[row]
         pages = []
         for name, ids in s.pages().items():
+            if name in g.group.copy_pools and not copies:
+                continue
             for i, page_id in enumerate(ids):
                 block, pool = g.pools[name].block(page_id), g.pools[name]
                 if name == "sink":

@@ -72,6 +72,15 @@ def test_raw_copies_in_vllm_are_a_share_of_the_memory(layers, gib, weights, copi
     assert row(layers, "kvbits_klt4", engine="vllm", cards=small).copied > 0
 
 
+def test_packed_copies_in_vllm_are_in_the_same_share():
+    """`kvbits_klt2` also has nine pages of klt4's bits for each request, so fewer have copies: bytes by hand."""
+    cards = planner.Cards(memory_bytes=int(79.18 * GIB), weights_bytes=16_060_522_496)
+    four, two = plan(uniform(32, 8, 128), ["kvbits_klt4", "kvbits_klt2"], engine="vllm", context=8192, cards=cards).rows
+    of_request = 32 * 8 * 64 * (3 * 2 * 2 * 128 + 9 * 142)
+    assert two.copied == int(0.05 * cards.cache_bytes / of_request) == 63 < four.copied == 116
+    assert two.total_bytes == 32 * 8 * 64 * 128 * 78 + of_request
+
+
 def test_a_fixed_cache_allocates_the_planned_bytes():
     paged_cache = pytest.importorskip("kvbits.cache.paged_cache")
     layers = uniform(2, 2, 64)

@@ -48,7 +48,8 @@ def read_from(cache, row, group=0):
 def test_attention_reads_each_token_from_the_copy_that_the_scheme_says(copies, backend):
     """Against float64 attention over what the scheme says: appends of one and of many, ragged rows, forks, crops."""
     torch.manual_seed(0)
-    pair = Pair(cache_of(spec_of(copies, window=100), backend=backend))
+    # the CPU's kernels multiply keys of few bits by queries of 8; reading a page for its copy is off by more
+    pair = Pair(cache_of(spec_of(copies, window=100), backend=backend), unit=0.12 if backend == "auto" else None)
     valid = torch.ones(2, 170, dtype=torch.bool)
     valid[1, :77] = False
     pair.append(2, 170, valid)

@@ -160,7 +160,7 @@ def test_the_share_read_raw_of_presets_is_what_an_audit_counted():
     layers = (LayerGeometry(num_kv_heads=1, head_dim=64),)
     spec = {
         name: CacheSpec(scheme=schemes.get(name, head_dim=64), layers=layers)
-        for name in ("raw", "int8_centered", "int4", "kivi4", "klt2")
+        for name in ("raw", "int8_centered", "int4", "kivi4", "klt4")
     }
     assert [round(read_raw(s, 1024, chunk=128), 2) for s in spec.values()] == [1, 0.38, 0.51, 0.55, 0.59]
     assert [round(read_raw(s, 8192, chunk=128), 2) for s in spec.values()] == [1, 0.08, 0.11, 0.13, 0.14]

@@ -250,7 +250,9 @@ def test_bits_go_where_they_are_needed_in_the_bytes_of_the_preset(bench, layers,
     found = fitted(bench, Goal(layers=layers, scheme=name))
     preset = schemes.get(name, head_dim=64)
     limit = CacheSpec(scheme=preset, layers=layers).nbytes(32_768)
-    first, second = (sum(widths(found.fitted.scheme, 2, side)[layer] for side in ("key", "value")) for layer in (0, 1))
+    first, second = (
+        sum(widths(found.fitted.scheme, layers, side)[layer] for side in ("key", "value")) for layer in (0, 1)
+    )
     assert first > second and found.fitted.nbytes <= limit
     assert found.preset is not None and found.preset.scheme == preset and found.preset.nbytes == limit
     assert found.chosen.kl <= found.preset.kl
@@ -327,8 +329,8 @@ def test_equal_pages_shift_bits_between_the_keys_and_values_of_a_layer(head_dim)
     found = search.scheme(walk(search.options())[-1])
     pages = {g.layouts["closed"].page_size_bytes for g in CacheSpec(scheme=found, layers=layers).groups}
     assert pages == {CacheSpec(scheme=base, layers=layers).groups[0].layouts["closed"].page_size_bytes}
-    assert widths(found, 3, "value")[0] > widths(found, 3, "value")[2]
-    assert widths(found, 3, "key")[0] < widths(found, 3, "key")[2]
+    assert widths(found, layers, "value")[0] > widths(found, layers, "value")[2]
+    assert widths(found, layers, "key")[0] < widths(found, layers, "key")[2]
     free = _Search(None, base, Goal(layers=layers, scheme="klt3"), known, "mine")
     assert walk(free.options(), free.goal.limit(base))[-1].kl <= search.expected(found)
 

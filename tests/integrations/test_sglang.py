@@ -655,22 +655,27 @@ def test_calibrations_that_a_format_never_reads_are_refused(model, monkeypatch, 
         resolved(model("llama")[1])
 
 
-@pytest.mark.parametrize(("running", "share", "copied"), [(8, None, 8), (None, None, 68), (None, 0.5, 682)])
-def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypatch, running, share, copied):
+@pytest.mark.parametrize(
+    ("form", "running", "share", "copied"),
+    [("klt4", 8, None, 8), ("klt4", None, None, 68), ("klt4", None, 0.5, 682), ("klt2", None, None, 48)],
+)
+def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypatch, form, running, share, copied):
     """A share of it, if so many requests can run: of two layers, and each request's newest two pages and the first: two
-    heads of 64 keys and values in float32.
+    heads of 64 keys and values in float32. klt2 also has nine pages of klt4.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     from kvbits.integrations.sglang.pool import budget, pool_class
 
-    said = {"calibration": calibration("llama", "klt4").path} | ({"copies_share": share} if share else {})
+    said = {"calibration": calibration("llama", form).path} | ({"copies_share": share} if share else {})
     monkeypatch.setenv("KVBITS_SGLANG", json.dumps(said))
     assert (
-        resolved(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=running).max_running_requests
+        resolved(
+            model("llama")[1], attention_backend=f"kvbits_{form}", max_running_requests=running
+        ).max_running_requests
         == running
     )
-    args = record(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=running)
+    args = record(model("llama")[1], attention_backend=f"kvbits_{form}", max_running_requests=running)
     fields = {
         "server_args": args,
         "model_config": model_config_of(args),
@@ -678,6 +683,8 @@ def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypat
     }
     configurator = types.SimpleNamespace(**fields, kv_cache_dtype=torch.float32)
     memory, of_request = 1 << 29, 2 * 3 * 64 * 2 * (64 + 64) * 4
+    if form == "klt2":
+        of_request += 2 * 9 * options.FORMATS["kvbits_klt4"].layout(2, 64, 64, "float32").page_size_bytes
     assert copied in (running, int(memory * (share or 0.05)) // of_request)
     assert budget(lambda *_: memory, configurator, 0) == memory - copied * of_request
     assert pool_class(None, configurator, kind="mha", default=object).copied == copied

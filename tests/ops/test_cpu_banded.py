@@ -90,7 +90,13 @@ def test_values_of_every_width_that_kernels_take(tier):
     for bits in (2, 3, 4):
         for basis in (None, "hadamard"):
             assert_agrees(random_call(RAW, trellis(*[bits] * 4, basis=basis), group=5, dtype=torch.float32))
-            assert_agrees(random_call(RAW, trellis(*[bits] * 4, basis=basis), head_dim=80, tokens=3))
+            for head_dim in (80, 96):
+                assert_agrees(random_call(RAW, trellis(*[bits] * 4, basis=basis), head_dim=head_dim, tokens=3))
+        for head_dim in (24, 56, 112, 192):  # rings lack runs, or their words lie in two blocks
+            assert_agrees(random_call(RAW, trellis(*[bits] * 4), head_dim=head_dim))
+    fitted = dataclasses.replace(trellis(2, 2, 2, 2), levels="fitted")
+    for head_dim in (40, 64, 128):
+        assert_agrees(random_call(RAW, fitted, head_dim=head_dim, group=8))
 
 
 def test_beside_other_formats(tier):
@@ -148,14 +154,8 @@ def test_what_kernels_refuse():
         return structs.refuses_layout(PageLayout(key=key, value=value, page_size=64, num_kv_heads=1, head_dim=head_dim))
 
     assert refused(*sides("klt2")) is None
-    assert (
-        refused(RAW, trellis(3, 2, 3, 2))
-        == "banded values of 2, 3 bits: the CPU kernels take 2, 3 or 4, the same in every band"
-    )
-    assert (
-        refused(RAW, trellis(8, 8, 8, 8))
-        == "banded values of 8 bits: the CPU kernels take 2, 3 or 4, the same in every band"
-    )
+    assert "8 bits" in refused(RAW, trellis(8, 8, 8, 8))
+    assert refused(RAW, trellis(3, 3, 3, 3)) is None
     case = random_call(*sides("klt2"))
     store = case.stores[0]
     for name in ("k_inverse", "k_inv_freq", "k_offsets"):
@@ -260,7 +260,7 @@ def test_every_width_closes(tier):
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (80, 32), (96, 32), (128, 64), (256, 32)])
-@pytest.mark.parametrize("start", [0, 4, 64, 252, 1000])
+@pytest.mark.parametrize("start", [0, 4, 64, 500, 1000])
 def test_tokens_stored_one_by_one_are_those_of_a_page_that_closes(tier, name, head_dim, page_size, start):
     """In any runs, byte for byte, position 0 included."""
     layout = PageLayout(

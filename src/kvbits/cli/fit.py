@@ -231,7 +231,7 @@ def picture(found: Fit) -> list[str]:
     count = len(found.goal.layers)
     lines = ["layer   " + "".join(str(i // 10 % 10) if i % 10 == 0 else "." if i % 5 else ":" for i in range(count))]
     for side in SIDES:
-        bits = widths(found.chosen.scheme, count, side)
+        bits = widths(found.chosen.scheme, found.goal.layers, side)
         blocks = "".join(" ▁▂▃▄▅▆▇█"[min(8, round(b))] for b in bits)
         digits = "".join("R" if b >= RAW else str(round(b)) for b in bits)
         lines += [f"{side + 's':8}{blocks}", f"        {digits}"]

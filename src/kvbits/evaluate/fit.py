@@ -31,6 +31,7 @@ from ..integrations.huggingface import KVCache
 from ..integrations.rotary import with_rotary
 from ..progress import bar
 from ..spec import BAND, CacheSpec, FittedScheme, LayerGeometry, Override, PerGroup, QuantSpec, Scheme, to_dict
+from ..spec import bands as banding
 from ..units import human_bytes, human_seconds
 from .allocate import Option, Step, dealt, walk
 from .caches import base_factory
@@ -47,7 +48,7 @@ CORRECTIONS = 4
 """Choices that are measured on the way to the wanted KL."""
 NOMINAL_CONTEXT = 32_768
 """Tokens at which bytes are counted where the context is the unknown."""
-KEY_STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0)
+KEY_STEPS = (-1.0, -0.5, 0.5, 1.0)
 """Bits by which the mean width of keys may differ from the base's. Few, since each format has kernels of its own."""
 VALUE_BITS = (2, 3, 4)
 """Widths of values that the kernels of klt read."""
@@ -182,15 +183,19 @@ class Fit:
             "preset": None if self.preset is None else self.preset.to_dict(),
             "tried": [m.to_dict() for m in self.tried],
             "steps": [{"nbytes": n, "bits_per_element": b, "predicted_kl": k} for n, b, k in self.steps],
-            "widths": {side: widths(self.chosen.scheme, len(self.goal.layers), side) for side in SIDES},
+            "widths": {side: widths(self.chosen.scheme, self.goal.layers, side) for side in SIDES},
             "sensitivities": [s.to_dict() for s in self.sensitivities],
         }
 
 
-def widths(scheme: Scheme, count: int, side: str) -> list[float]:
+def widths(scheme: Scheme, layers: tuple[LayerGeometry, ...], side: str) -> list[float]:
     """Bits of one code of each layer's keys or values, the mean where bands differ."""
-    specs = [scheme.for_layer(i, count)[SIDES.index(side)] for i in range(count)]
-    return [RAW if s.is_raw else s.mean_bits for s in specs]
+    found: list[float] = []
+    for i, g in enumerate(layers):
+        spec = scheme.for_layer(i, len(layers))[SIDES.index(side)]
+        bands = spec.widths(g.dim(side[0]))
+        found.append(RAW if spec.is_raw else sum(bands) / len(bands) if bands else spec.bits)
+    return found
 
 
 # -- formats --------------------------------------------------------------------------------------------------------
@@ -218,10 +223,11 @@ def near(base: Scheme) -> int:
     return base.residual_length + sum(c.num_tokens for c in base.copies)
 
 
-def pairs_of(base: Scheme, goal: Goal, known: Sequence[Sensitivity]) -> list[tuple[QuantSpec, QuantSpec]]:
+def pairs_of(base: Scheme, goal: Goal) -> list[tuple[QuantSpec, QuantSpec]]:
     """(key spec, value spec) that a layer may have in a fit that starts from `base`.
 
-    Keys of klt have widths by band that are the best ones for the model as a whole, so that formats stay few.
+    Keys of klt have the base's own widths by band, and more or fewer bits dealt out by the shares of variance that
+    bands have in every model.
     """
     raw = (QuantSpec.raw(), QuantSpec.raw())
     size = presets.common_widths(goal.layers)
@@ -233,18 +239,17 @@ def pairs_of(base: Scheme, goal: Goal, known: Sequence[Sensitivity]) -> list[tup
         forms = [[dataclasses.replace(one, format=f"int{b}") for b in INTEGERS] for one in (key, value)]
         return [(k, v) for k in forms[0] for v in forms[1]] + [raw]
     values = [presets.for_layers(f"klt{b}", goal.layers).value for b in VALUE_BITS]
-    means = base.key.widths(size[0])
-    rows = [s.bands for s in known if len(s.bands) == len(means) and sum(s.bands) > 0] or [(1.0,) * len(means)]
-    shares = [sum(row[i] / sum(row) for row in rows) for i in range(len(means))]
+    own, keys = base.key.widths(size[0]), [base.key]
     error = {0: 1.0} | {b: errors(dataclasses.replace(base.key, bands=(b,)), BAND)[0] for b in (*range(1, 7), 8)}
-    found = []
     for step in KEY_STEPS:
         # an even number of bits, so that 1-bit planes of two bands fill whole words
-        bits = max(2, round((sum(means) + step * len(means)) / 2) * 2)
-        key = dataclasses.replace(base.key, bands=dealt(shares, bits, error.__getitem__))
-        found += [(key, v) for v in values]
+        bits = max(2, round((sum(own) + step * len(own)) / 2) * 2)
+        if bits != sum(own):
+            bands = dealt(banding.shares(len(own)), bits, error.__getitem__)
+            keys.append(dataclasses.replace(base.key, bands=bands))
+    found = [(key, value) for key in dict.fromkeys(keys) for value in values]
     roomy = goal.scheme is None and base.name == KLT[-1]
-    return list(dict.fromkeys(found)) + ([(eight.key, eight.value), raw] if roomy else [])
+    return found + ([(eight.key, eight.value), raw] if roomy else [])
 
 
 # -- measurements ---------------------------------------------------------------------------------------------------
@@ -329,7 +334,7 @@ class _Search:
 
     def __init__(self, bench: Bench, base: Scheme, goal: Goal, known: list[Sensitivity], name: str) -> None:
         self.bench, self.base, self.goal, self.known, self.name = bench, base, goal, known, name
-        self.pairs, self.scale = pairs_of(base, goal, known), 1.0
+        self.pairs, self.scale = pairs_of(base, goal), 1.0
         self._bytes: dict[tuple[LayerGeometry, QuantSpec, QuantSpec], int] = {}
 
     def _layer_bytes(self, g: LayerGeometry, key: QuantSpec, value: QuantSpec) -> int:

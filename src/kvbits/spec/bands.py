@@ -69,19 +69,23 @@ def widths(bands: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
     return _dealt(mean, count)
 
 
-def _dealt(mean: float, count: int) -> tuple[int, ...]:
-    """Bits for `count` bands, each next one where it takes off most squared error.
-
-    An even number of them: 1-bit planes of two bands fill whole words.
-    """
+def shares(count: int) -> tuple[float, ...]:
+    """Share of the variance that each of `count` bands of a head has, the most important first."""
     sums = [0.0, *itertools.accumulate(SHARES)]
 
     def below(share: float) -> float:
         at = min(share * len(SHARES), len(SHARES) - 1e-9)
         return sums[int(at)] + (at - int(at)) * SHARES[int(at)]
 
-    energy = [below((i + 1) / count) - below(i / count) for i in range(count)]
-    found = [0] * count
+    return tuple(below((i + 1) / count) - below(i / count) for i in range(count))
+
+
+def _dealt(mean: float, count: int) -> tuple[int, ...]:
+    """Bits for `count` bands, each next one where it takes off most squared error.
+
+    An even number of them: 1-bit planes of two bands fill whole words.
+    """
+    energy, found = shares(count), [0] * count
     for _ in range(int(mean * count) // 2 * 2):
         gains = [
             e * (DISTORTION[b] - DISTORTION[b + 1]) if b < MOST_DEALT else 0.0

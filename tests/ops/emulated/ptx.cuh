@@ -204,13 +204,7 @@ inline u32 high_fnma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b ^ 
 inline u32 low_fma(u32 a, u32 b, u32 c) { return fma_f16x2(low_twice(a), b, c); }
 inline u32 high_fma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b, c); }
 inline u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
-inline int add_clamped(int a, int b, int top) { return max(min(a + b, top), 0); }
-inline int distance(int a, int b, int c) { return abs(a - b) + c; }
 inline u32 rotate_left(u32 w, u32 bits) { return bits & 31 ? w << (bits & 31) | w >> (32 - (bits & 31)) : w; }
-inline u32 clamp_i16x2(u32 a, u32 top) {
-  auto clamped = [](short x, short most) { return u32(u16(min(max(x, short(0)), most))); };
-  return clamped(short(a), short(top)) | clamped(short(a >> 16), short(top >> 16)) << 16;
-}
 inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
   u32 r = 0;
   for (int i = 0; i < 4; ++i) r |= u32((a | u64(b) << 32) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;

@@ -141,16 +141,26 @@ DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
-/// Two signed 16-bit numbers, none below 0 nor above those of `top`.
-DEVICE u32 clamp_i16x2(u32 a, u32 top) {
-    u32 d;
+/// a + b, at least 0 and at most `top`.
+DEVICE int add_clamped(int a, int b, int top) {
 #if __CUDA_ARCH__ >= 900
-    asm("min.relu.s16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(top));
+    int d;
+    asm("{.reg .s32 sum; add.s32 sum, %1, %2; min.relu.s32 %0, sum, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(top));
+    return d;
 #else
-    asm("{.reg .u32 zero, up; mov.u32 zero, 0; vmax2.s32.s32.s32 up, %1, zero, zero; vmin2.s32.s32.s32 %0, up, %2, zero;}"
-        : "=r"(d)
-        : "r"(a), "r"(top));
+    return max(min(a + b, top), 0);
 #endif
+}
+/// a * b + c, in one instruction.
+DEVICE u32 multiply_add(int a, int b, u32 c) {
+    u32 d;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+/// |a - b| + c.
+DEVICE int distance(int a, int b, int c) {
+    int d;
+    asm("sad.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
 /// a + b, at least 0 and at most `top`.

@@ -201,7 +201,9 @@ def _bytes(layout: PageLayout, tokens: int) -> int:
 
 def _chunk_beside(layout: PageLayout, room: int) -> int:
     """Tokens of a chunk of the second format of a kernel: as many as the slots of the first have room for."""
-    return next((n for n in (shape.chunk_tokens(layout), 64) if _bytes(layout, n) <= room), LEAST_CHUNK)
+    most = shape.chunk_tokens(layout)
+    sizes = (n for n in (most, 128, 64) if n <= most and most % n == 0)
+    return next((n for n in sizes if _bytes(layout, n) <= room), LEAST_CHUNK)
 
 
 def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> dict[str, int]:

@@ -1,15 +1,15 @@
 // Which trellis codes a ring of numbers is stored as (quant/trellis.py): the path of least cost, the first of equals.
 //
-// A path is a ring's lowest bits b(0) .. b(15). Viterbi's algorithm runs from all four first states, 2 b(14) + b(15), at
-// once: 16 words, for each first state and state the least cost and, in the low 14 bits, b(0) .. b(13) of the path that
-// has it. So a minimum of two words is that of their costs and paths together, and nothing is kept to be traced back.
-// The two paths that meet in a state at place t differ in b(t-2), the highest bit that they have in a word: the lower
-// word is also the one that the reference takes of equal costs.
+// A path is a ring's lowest bits b(0) .. b(15). Viterbi's algorithm runs from all four first states, 2 b(14) + b(15),
+// at once: 16 words, for each first state and state the least cost and, in the low 14 bits, b(0) .. b(13) of the path
+// that has it. So a minimum of two words is that of their costs and paths together, and nothing is kept to be traced
+// back. The two paths that meet in a state at place t differ in b(t-2), the highest bit that they have in a word: the
+// lower word is also the one that the reference takes of equal costs.
 //
-// Numbers are counted in 16ths of a unit, a unit being 1/64 of a scale. Costs of two cosets, differences of squares of
-// distances, are then multiples of 2**14, since levels are 32 units apart or odd multiples of 16. What is left in the
-// low bits of a cost is the same for all cosets, and is taken off at the end. Where a number lies past the levels, the
-// square of how far is taken off, too: sums stay below 2**32.
+// Numbers are counted in 16ths of a unit, a unit being 1/64 of a scale. A cost is the square of a distance. Costs of a
+// number's cosets then differ by multiples of 2**14, since levels are 32 units apart or odd multiples of 16. What is
+// left in the low bits is the same for all cosets, and is taken off at the end. Where a number lies past the levels,
+// the square of how far is taken off, too: sums stay below 2**32.
 #pragma once
 #include "numbers.h"
 #include "ptx.cuh"
@@ -101,7 +101,8 @@ DEVICE void costs_of(const Levels& levels, int at, u32 bit, u32 (&cost)[STATES],
 #pragma unroll
     for (int q = 0; q < STATES; ++q) {
         cost[q] = multiply_add(away[q], away[q], less);
-        with_bit[q] = multiply_add(away[q], away[q], less_and_bit);  // where products go, not sums: those are many
+        // once more a product, since the pipe that compares has more to do than that of products
+        with_bit[q] = multiply_add(away[q], away[q], less_and_bit);
     }
 }
 

@@ -46,18 +46,21 @@ INLINE __m256i broadcast_word(const void* p) {
   return _mm256_set1_epi32(w);
 }
 
-// Products of indices up to MOST (families/klt/keys.h), 4 channels of 8 tokens in a word each: up to 127 one word at a
-// time, up to 63 two.
+// Products of indices up to MOST (families/klt/keys.h), 4 channels of 8 tokens in a word each.
 constexpr int BAND_ROWS_OF_TWO = 4;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 1;
 typedef __m256i BandQuery;
 INLINE BandQuery band_query(const uint8_t* q) { return broadcast_word(q); }
 template <int MOST>
-INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
-  const __m256i x = _mm256_maddubs_epi16((__m256i)a, qa), y = _mm256_maddubs_epi16((__m256i)b, qb),
-                ones = _mm256_set1_epi16(1);
-  if (4 * MOST * 127 < 32768) to += (vi)_mm256_madd_epi16(_mm256_add_epi16(x, y), ones);
-  else to += (vi)_mm256_madd_epi16(x, ones) + (vi)_mm256_madd_epi16(y, ones);
+INLINE void add_band_words(vi& to, const vi (&x)[4], const BandQuery (&q)[4]) {
+  constexpr int AT_ONCE = 32767 / (2 * 127 * MOST) < 4 ? 32767 / (2 * 127 * MOST) : 4;  // 1, 2 or 4 sums fit 16 bits
+  __m256i sums[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m256i y = _mm256_maddubs_epi16((__m256i)x[i], q[i]);
+    sums[i] = i % AT_ONCE ? _mm256_add_epi16(sums[i - 1], y) : y;
+    if ((i + 1) % AT_ONCE == 0) to += (vi)_mm256_madd_epi16(sums[i], _mm256_set1_epi16(1));
+  }
 }
 
 INLINE __m256i even_bytes(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }

@@ -53,9 +53,8 @@ INLINE void add_band_word(vi& to, vi codes, BandQuery q) {
   to = (vi)x;
 }
 template <int MOST>
-INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
-  add_band_word(to, a, qa);
-  add_band_word(to, b, qb);
+INLINE void add_band_words(vi& to, const vi (&x)[4], const BandQuery (&q)[4]) {
+  for (int i = 0; i < 4; i++) add_band_word(to, x[i], q[i]);
 }
 
 // Integer q, 16 channels from `channel` on: [piece][channel] bytes.

@@ -34,9 +34,8 @@ INLINE void add_band_word(vi& to, vi codes, BandQuery q) {
   for (int k = 0; k < 4; k++) to += (codes >> (8 * k) & 255) * q[k];
 }
 template <int MOST>
-INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
-  add_band_word(to, a, qa);
-  add_band_word(to, b, qb);
+INLINE void add_band_words(vi& to, const vi (&x)[4], const BandQuery (&q)[4]) {
+  for (int i = 0; i < 4; i++) add_band_word(to, x[i], q[i]);
 }
 
 // 512 channels of 16-bit q against 8-bit codes overflow 32 bits.

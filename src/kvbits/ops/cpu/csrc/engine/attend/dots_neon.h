@@ -25,9 +25,8 @@ typedef int8x16_t BandQuery;
 INLINE BandQuery band_query(const uint8_t* q) { return broadcast_word(q); }
 INLINE void add_band_word(vi& to, vi codes, BandQuery q) { to = (vi)vdotq_s32((int32x4_t)to, (int8x16_t)codes, q); }
 template <int MOST>
-INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
-  add_band_word(to, a, qa);
-  add_band_word(to, b, qb);
+INLINE void add_band_words(vi& to, const vi (&x)[4], const BandQuery (&q)[4]) {
+  for (int i = 0; i < 4; i++) add_band_word(to, x[i], q[i]);
 }
 
 // 16 bytes of codes as signed bytes: the field, or code - 128 for whole bytes.

@@ -8,11 +8,14 @@
 #define HAVE_MIN_MAX
 #define HAVE_BYTES
 #define HAVE_FOURS
+#define HAVE_EXCHANGED
+#define HAVE_SUM_IN_ALL
 #define HAVE_STREAM
 #define HAVE_EXP2
 #define HAVE_MAX_EACH
 #define HAVE_WORDS
 #define HAVE_LANES
+#define HAVE_LOOKUP
 #include "portable.h"
 
 namespace {
@@ -36,6 +39,9 @@ INLINE vi load_quads(const uint8_t* const (&at)[4]) {
                                                _mm_loadu_si128((const __m128i*)at[3]), 1);
   return (vi)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
+INLINE vi looked_up(const uint8_t (&table)[16], vi x) {
+  return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), (__m512i)x);
+}
 INLINE vi odd_levels(vi x, bool fitted) {
   const __m128i table = fitted ? _mm_setr_epi8(-9, -5, -3, -1, 1, 3, 5, 9, 0, 0, 0, 0, 0, 0, 0, 0)
                                : _mm_setr_epi8(-7, -5, -3, -1, 1, 3, 5, 7, 0, 0, 0, 0, 0, 0, 0, 0);
@@ -48,6 +54,11 @@ INLINE vi lanes_behind(vi before, vi x) {
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+template <int N>
+INLINE vf exchanged(vf x) {
+  if (N < 4) return (vf)_mm512_permute_ps((__m512)x, N == 1 ? 0xb1 : 0x4e);
+  return (vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, N == 4 ? 0xb1 : 0x4e);
+}
 INLINE void load_fours(const float* const* at, int64_t offset, vf (&x)[4]) {
   const auto row = [&](int i) __attribute__((always_inline)) { return _mm_loadu_ps(at[i] + offset); };
   __m512 y[4];
@@ -111,6 +122,13 @@ INLINE void sum_each(const vf* x, int, float* to) {
                          _mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0xee));
   const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(y[0], y[1], 0x88), _mm512_shuffle_f32x4(y[0], y[1], 0xdd));
   _mm512_storeu_ps(to, z);
+}
+
+INLINE vf sum_in_all(vf x) {
+  x += exchanged<2>(x);
+  x += exchanged<1>(x);
+  x += exchanged<8>(x);
+  return x + exchanged<4>(x);
 }
 
 template <int DEGREE>

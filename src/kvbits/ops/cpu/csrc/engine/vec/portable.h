@@ -25,6 +25,7 @@ INLINE vi splat_int(int32_t x) { return x - vi{}; }
 INLINE vf load(const float* p) { return *(const vf_mem*)p; }
 INLINE void store(float* p, vf x) { *(vf_mem*)p = x; }
 INLINE vi load_int(const void* p) { return *(const vi_mem*)p; }
+INLINE void store_int(int32_t* p, vi x) { *(vi_mem*)p = x; }
 // In a register from here on: GCC would load it again for every product.
 INLINE vf kept(vf x) {
 #if defined(__x86_64__)
@@ -41,6 +42,8 @@ INLINE vf vmin(vf a, vf b);
 INLINE vf from_fp16(const uint16_t* p);
 template <int DEGREE>
 INLINE vf exp2_neg(vf x);
+template <int N>
+INLINE vf exchanged(vf x);
 INLINE float sum(vf x);
 INLINE float max_of(vf x);
 INLINE vi turned(vi x, int left);
@@ -57,6 +60,10 @@ INLINE vi flipped(vi a, vi b, int mask) { return a ^ (b & mask * 0x01010101); }
 INLINE vi masked_or(vi a, vi b, int mask) { return a | (b & mask * 0x01010101); }
 // Words shifted down by a number that is not known beforehand.
 INLINE vi shifted_by(vi x, const int32_t& by) { return (vi)((vu)x >> by); }
+#endif
+#ifdef HAVE_LOOKUP
+// Every byte, which is below 16, to that of a table.
+INLINE vi looked_up(const uint8_t (&table)[16], vi x);
 #endif
 INLINE vi shifted_down(vi x, int by) { return (vi)((vu)x >> by); }
 INLINE vi masked(vi x, int mask) { return x & mask * 0x01010101; }
@@ -109,10 +116,12 @@ INLINE float max_of(vf x) {
   return t[0];
 }
 
+#ifndef HAVE_SUM_EACH
 // The sums of n <= 16 vectors.
 INLINE void sum_each(const vf* x, int n, float* to) {
   for (int i = 0; i < n; i++) to[i] = sum(x[i]);
 }
+#endif
 #endif
 
 INLINE bool any(vi mask) {
@@ -178,6 +187,26 @@ INLINE vi load_bytes(const uint8_t* p) {
 }
 INLINE void store_bytes(uint8_t* p, vi x) {
   for (int i = 0; i < VL; i++) p[i] = (uint8_t)x[i];
+}
+#endif
+
+#ifndef HAVE_EXCHANGED
+// Lanes change places with those N away: lane i of the result is lane i ^ N.
+template <int N>
+INLINE vf exchanged(vf x) {
+  vf y;
+  for (int i = 0; i < VL; i++) y[i] = x[i ^ N];
+  return y;
+}
+#endif
+
+#ifndef HAVE_SUM_IN_ALL
+// In all lanes the sum that sum_each has of 16 vectors, to the last bit.
+INLINE vf sum_in_all(vf x) {
+  if constexpr (VL > 8) x += exchanged<8>(x);
+  if constexpr (VL > 4) x += exchanged<4>(x);
+  x += exchanged<2>(x);
+  return x + exchanged<1>(x);
 }
 #endif
 

@@ -26,10 +26,34 @@ constexpr int SCALE_OFFSETS[7] = {1, -4, 4, -2, 2, -1, 1}, TURNED_OFFSETS[5] = {
 typedef double vd_native __attribute__((vector_size(VL * 4)));
 typedef float vf_half __attribute__((vector_size(VL * 2), aligned(4), may_alias));
 
+// Rows that share what is loaded of a basis, and vectors of columns whose sums are made at once.
+constexpr int BASIS_ROWS = 8, BASIS_COLUMNS = VL == 16 ? 2 : 1, BASIS_COLUMNS_OF_ONE = 8;
+
+// Columns from c on of R rows, `turned`, times the basis, C vectors at a time: rows `width` numbers apart. Returns how
+// far it came.
+template <int R, int C>
+INLINE int basis_columns(const double (*turned)[R], const float* basis, int head_dim, int c, float* to, int width) {
+  for (; c + C * VL / 2 <= head_dim; c += C * VL / 2) {
+    vd_native sums[R][C] = {};
+    for (int i = 0; i < head_dim; i++)
+#pragma GCC unroll 8
+      for (int k = 0; k < C; k++) {
+        const vf_half a = *(const vf_half*)(basis + (int64_t)i * head_dim + c + k * VL / 2);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r][k] += __builtin_convertvector(a, vd_native) * turned[i][r];
+      }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int k = 0; k < C; k++)
+        *(vf_half*)(to + r * width + c + k * VL / 2) = __builtin_convertvector(sums[r][k], vf_half);
+  }
+  return c;
+}
+
 // Rows from `first` on, R at a time, turned back by the frame (its cosines, then sines, head_dim / 2 of each padded to
-// 16), times the basis [head_dim][head_dim]. Rows taken together share what is loaded of the basis. Returns how far it
-// came.
-template <int R>
+// 16), times the basis [head_dim][head_dim]. Returns how far it came.
+template <int R, int C>
 static int rows_to_basis(PageBuffers& b, const double* frame, const float* basis, int first, int count, int head_dim) {
   const int width = padded_width(head_dim), half = head_dim / 2, padded = round_up(half, 16);
   double turned[MAX_HEAD_DIM][R];
@@ -42,16 +66,8 @@ static int rows_to_basis(PageBuffers& b, const double* frame, const float* basis
         turned[i + half][r] = (double)x[i + half] * frame[i] - (double)x[i] * frame[padded + i];
       }
     }
-    for (int c = 0; c < head_dim; c += VL / 2) {
-      vd_native sums[R] = {};
-      for (int i = 0; i < head_dim; i++) {
-        const vd_native a = __builtin_convertvector(*(const vf_half*)(basis + (int64_t)i * head_dim + c), vd_native);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[r] += a * turned[i][r];
-      }
-      for (int r = 0; r < R; r++)
-        *(vf_half*)(b.x + (int64_t)(t + r) * width + c) = __builtin_convertvector(sums[r], vf_half);
-    }
+    float* to = b.x + (int64_t)t * width;
+    basis_columns<R, 1>(turned, basis, head_dim, basis_columns<R, C>(turned, basis, head_dim, 0, to, width), to, width);
   }
   return t;
 }
@@ -65,75 +81,156 @@ static void subtract_offsets(PageBuffers& b, const TokensPart& part) {
   }
 }
 
-INLINE float scale_of_code(int code) { return from_e5m3(splat_int(code))[0]; }
-
-// Code of the nearest 8-bit float, ties up; x is at most the largest one.
-static int scale_code(float x) {
-  const int code = (to_bits<FLOAT16>(splat(x))[0] + 64) >> 7;
-  return code < SMALLEST_SCALE_CODE ? SMALLEST_SCALE_CODE : code > LARGEST_SCALE_CODE ? LARGEST_SCALE_CODE : code;
-}
-
-// By channel: the highest code, and the step of a Gaussian's best quantizer, 0 where a channel has no bits.
+// By channel: half of the highest code, and the step of a Gaussian's best quantizer, 0 where a channel has no bits.
 struct BandSteps {
-  alignas(64) float top[MAX_HEAD_DIM + 16], step[MAX_HEAD_DIM + 16];
+  alignas(64) float half[MAX_HEAD_DIM + 16], step[MAX_HEAD_DIM + 16];
   float channels;  // that have bits
 };
 
 static void fill_steps(BandSteps& s, const kvbits_tensor& t, int head_dim) {
-  s.channels = 0.0f;
-  for (int c = 0; c < padded_width(head_dim); c++) {
-    const int bits = c < head_dim ? t.bands[c / BAND] : 0;
-    s.top[c] = (float)((1 << bits) - 1);
-    s.step[c] = band_step(bits);
-    s.channels += bits ? 1.0f : 0.0f;
+  int channels = 0;
+  for (int first = 0; first < head_dim; first += BAND) {
+    const int bits = t.bands[first / BAND];
+    const vf half = splat(0.5f * (float)((1 << bits) - 1)), step = splat(band_step(bits));
+    for (int c = first; c < first + BAND; c += VL) store(s.half + c, half), store(s.step + c, step);
+    channels += !bits ? 0 : head_dim - first < BAND ? head_dim - first : BAND;
   }
+  // the last band may end before its vectors do: what rows have there is 0, and costs nothing with this
+  for (int c = head_dim; c < padded_width(head_dim); c++) s.half[c] = s.step[c] = 0.0f;
+  s.channels = (float)channels;
 }
 
-INLINE vf band_level(vf x, vf inverse, vf top) { return vmin(vmax(round_even(x * inverse + top * 0.5f), vf{}), top); }
-
-// Squared error of a token with the scale of a code, over the channels that have bits.
-static float squared_error(const float* x, const BandSteps& s, int width, int code) {
-  const vf scale = splat(scale_of_code(code)), inverse = 1.0f / scale;
+// Squared error of a token with a scale, over the channels that have bits: others are 0 here and have the level 0.
+INLINE vf squared_error(const float* x, const BandSteps& s, int width, vf scale, vf inverse) {
   vf error = vf{};
   for (int c = 0; c < width; c += VL) {
-    const vf y = load(x + c), top = load(s.top + c), missed = y - (band_level(y, inverse, top) - top * 0.5f) * scale;
-    error += select(top > vf{}, missed * missed, vf{});
+    const vf y = load(x + c), half = load(s.half + c);
+    const vf level = vmin(vmax(round_even(y * inverse + half), vf{}), half + half);
+    const vf missed = y - (level - half) * scale;
+    error += missed * missed;
   }
-  return sum(error);
+  return error;
 }
 
-// The code of a token's scale: that of the least squared error, the first of equals. 0: it overflows.
-static int fitted_scale(const float* x, const BandSteps& s, int width, bool turned) {
+// Codes of the 8-bit floats nearest to x, ties up; x is at most the largest one.
+INLINE vi scale_codes(vf x) { return (to_bits<FLOAT16>(x) + 64) >> 7; }
+INLINE vi within_codes(vi x) {
+  return least(greatest(x, splat_int(SMALLEST_SCALE_CODE)), splat_int(LARGEST_SCALE_CODE));
+}
+
+// The scale of a Gaussian token, from its sum of squares.
+INLINE float gaussian_scale(float squares, const BandSteps& s) { return __builtin_sqrtf(squares / s.channels); }
+
+INLINE vf weighted_squares(const float* x, const BandSteps& s, int width) {
   vf squares = vf{};
   for (int c = 0; c < width; c += VL) {
     const vf y = load(x + c) * load(s.step + c);
     squares += y * y;
   }
-  const float start = __builtin_sqrtf(sum(squares) / s.channels);
-  if (!(start <= scale_of_code(LARGEST_SCALE_CODE))) return 0;
-  int best = scale_code(start), around = best;
-  float least = __builtin_inff();
-  for (int i = 0; i < (turned ? 5 : 7); i++) {
-    if (i % 2) around = best;
-    int code = around + (turned ? TURNED_OFFSETS[i] : SCALE_OFFSETS[i]);
-    code = code < SMALLEST_SCALE_CODE ? SMALLEST_SCALE_CODE : code > LARGEST_SCALE_CODE ? LARGEST_SCALE_CODE : code;
-    if (const float found = squared_error(x, s, width, code); found < least) least = found, best = code;
+  return squares;
+}
+
+// A token, in all lanes: what scales are asked of. A sum has the bits that it has among those of many tokens.
+struct OneToken {
+  static constexpr int VECTORS = 1;
+  const float* x;
+  const BandSteps& steps;
+  int width;
+
+  MEMBER void gaussian_scales(vf (&to)[1]) const {
+    to[0] = splat(gaussian_scale(sum_in_all(weighted_squares(x, steps, width))[0], steps));
   }
-  return best;
+  MEMBER void errors(const vf (&scale)[1], vf (&to)[1]) const {
+    to[0] = sum_in_all(squared_error(x, steps, width, scale[0], 1.0f / scale[0]));
+  }
+};
+
+// Up to SCALED tokens, one in each lane. Lanes behind the last are 0.
+constexpr int SCALED = 16;
+struct SomeTokens {
+  static constexpr int VECTORS = SCALED / VL;
+  const float* x;
+  const BandSteps& steps;
+  int width, count;
+
+  template <class Of>
+  MEMBER void add_up(const Of& of, float* to) const {
+    vf sums[SCALED] = {};
+    for (int i = 0; i < count; i++) sums[i] = of(i);
+    sum_each(sums, SCALED, to);  // no fewer: the order of additions must not depend on it
+  }
+  MEMBER void gaussian_scales(vf (&to)[VECTORS]) const {
+    alignas(64) float total[SCALED] = {};
+    add_up([&](int i) { return weighted_squares(x + i * width, steps, width); }, total);
+    for (float& t : total) t = gaussian_scale(t, steps);
+    for (int j = 0; j < VECTORS; j++) to[j] = load(total + j * VL);
+  }
+  MEMBER void errors(const vf (&scale)[VECTORS], vf (&to)[VECTORS]) const {
+    alignas(64) float total[SCALED] = {}, y[SCALED], inverse[SCALED];
+    for (int j = 0; j < VECTORS; j++) store(y + j * VL, scale[j]), store(inverse + j * VL, 1.0f / scale[j]);
+    add_up([&](int i) { return squared_error(x + i * width, steps, width, splat(y[i]), splat(inverse[i])); }, total);
+    for (int j = 0; j < VECTORS; j++) to[j] = load(total + j * VL);
+  }
+};
+
+// Codes of the scales of tokens: those of the least squared error, the first of equals. False when one overflows.
+template <class Tokens>
+static bool fitted_scales(const Tokens& tokens, const kvbits_tensor& t, vi (&best)[Tokens::VECTORS]) {
+  constexpr int J = Tokens::VECTORS;
+  vf scale[J], error[J], least_error[J];
+  vi around[J], code[J];
+  tokens.gaussian_scales(scale);
+  const vf largest = from_e5m3(splat_int(LARGEST_SCALE_CODE));
+  for (int j = 0; j < J; j++) {
+    if (any(~(scale[j] <= largest))) return false;
+    best[j] = around[j] = within_codes(scale_codes(scale[j]));
+    least_error[j] = splat(__builtin_inff());
+  }
+  for (int k = 0; k < (t.hadamard ? 5 : 7); k++) {
+    for (int j = 0; j < J; j++) {
+      if (k % 2) around[j] = best[j];
+      code[j] = within_codes(around[j] + (t.hadamard ? TURNED_OFFSETS[k] : SCALE_OFFSETS[k]));
+      scale[j] = from_e5m3(code[j]);
+    }
+    tokens.errors(scale, error);
+    for (int j = 0; j < J; j++) {
+      const vi better = error[j] < least_error[j];
+      best[j] = (code[j] & better) | (best[j] & ~better);
+      least_error[j] = select(better, error[j], least_error[j]);
+    }
+  }
+  for (int j = 0; j < J && t.fitted; j++) best[j] = greatest(best[j] + FITTED_OFFSET, splat_int(SMALLEST_SCALE_CODE));
+  return true;
 }
 
 // Scales of all tokens, and in `inverse` the units of a number. False when a scale overflows.
 static bool choose_scales(PageBuffers& b, const TokensPart& part, const BandSteps& steps) {
   const kvbits_tensor& t = *part.tensor;
   const int width = padded_width(part.head_dim);
-  for (int i = 0; i < part.count; i++) {
-    int code = fitted_scale(b.x + (int64_t)i * width, steps, width, t.hadamard);
-    if (!code) return false;
-    if (t.fitted) code = code + FITTED_OFFSET < SMALLEST_SCALE_CODE ? SMALLEST_SCALE_CODE : code + FITTED_OFFSET;
-    part.head[t.scale_offset + part.slot + i] = (uint8_t)code;
-    b.inverse[i] = UNIT / scale_of_code(code);
+  uint8_t* to = part.head + t.scale_offset + part.slot;
+  int i = 0;
+  for (int n; i < part.count && (n = part.count - i < SCALED ? part.count - i : SCALED) >= SCALED / 4; i += n) {
+    vi code[SomeTokens::VECTORS];
+    if (!fitted_scales(SomeTokens{b.x + (int64_t)i * width, steps, width, n}, t, code)) return false;
+    for (int k = 0; k < n; k++) to[i + k] = (uint8_t)code[k / VL][k % VL];
+    for (int j = 0; j < SomeTokens::VECTORS; j++) store(b.inverse + i + j * VL, (float)UNIT / from_e5m3(code[j]));
+  }
+  for (; i < part.count; i++) {
+    vi code[1];
+    if (!fitted_scales(OneToken{b.x + (int64_t)i * width, steps, width}, t, code)) return false;
+    to[i] = (uint8_t)code[0][0];
+    b.inverse[i] = ((float)UNIT / from_e5m3(code[0]))[0];
   }
   return true;
+}
+
+// Numbers of bands without bits become 0, so that no error is theirs; infinite ones become NaNs, which have no scale.
+static void clear_empty_bands(PageBuffers& b, const TokensPart& part) {
+  const int width = padded_width(part.head_dim);
+  for (int first = 0; first < part.head_dim; first += BAND)
+    for (int i = 0; i < part.count && !part.tensor->bands[first / BAND]; i++)
+      for (float* x = b.x + (int64_t)i * width + first; x < b.x + (int64_t)i * width + first + BAND; x += VL)
+        store(x, load(x) - load(x));
 }
 
 constexpr int RUN = 4;  // neighbouring channels that lie in one field of four bytes
@@ -323,13 +420,14 @@ static bool store_trellis(PageBuffers& b, const TokensPart& part) {
     for (int c = part.head_dim; c < width; c++) b.x[(int64_t)i * width + c] = 0.0f;
   if (t.to_basis) {
     const float* basis = t.to_basis + (int64_t)part.kv_head * part.head_dim * part.head_dim;
-    rows_to_basis<1>(b, part.turn_start, basis, rows_to_basis<8>(b, part.turn_start, basis, 0, n, part.head_dim), n,
-                     part.head_dim);
+    const int done = rows_to_basis<BASIS_ROWS, BASIS_COLUMNS>(b, part.turn_start, basis, 0, n, part.head_dim);
+    rows_to_basis<1, BASIS_COLUMNS_OF_ONE>(b, part.turn_start, basis, done, n, part.head_dim);
   }
   for (int i = 0; t.hadamard && i < n; i++) hadamard(b.x + (int64_t)i * width, part.head_dim);
   if (t.offsets) subtract_offsets(b, part);
   BandSteps steps;
   fill_steps(steps, t, part.head_dim);
+  clear_empty_bands(b, part);
   if (!choose_scales(b, part, steps)) return false;
   HeadPlan plan;
   make_plan(plan, part);

@@ -122,11 +122,59 @@ INLINE void load_words(const BandAt& at, const BandPlane& plane, int n, bool fet
 }
 
 // Indices of VL tokens' four runs from the words of the lowest plane, in bits 0 to LOW of every byte; of 1 and 2 bits
-// other bits are anything. Of a band of two runs the others are copies of them, so that a run before the first is the
-// last one, and meet queries of 0.
+// the bits above may be anything. Of a band of two runs the others are copies of them, so that a run before the first is
+// the last one, and meet queries of 0.
 template <int LOW>
 struct LowIndices;
 
+#ifdef HAVE_LOOKUP
+// What four bits add to the indices of their own runs, and to those of the runs that follow: 2-bit indices of four runs,
+// or 3-bit indices of two runs in the halves of a byte.
+struct IndexTables {
+  alignas(16) uint8_t own_one[16], next_one[16], own_two[16], next_two[16];
+};
+constexpr IndexTables index_tables() {
+  IndexTables t = {};
+  for (int n = 0; n < 16; n++) {
+    for (int i = 0; i < 4; i++) {
+      const int own = n >> i & 1, one = i > 0 ? n >> (i - 1) & 1 : 0, two = i > 1 ? n >> (i - 2) & 1 : 0;
+      t.own_one[n] |= ((own ^ two) << 1 | one) << 2 * i;
+    }
+    t.next_one[n] = (n >> 2 & 1) << 1 | (n >> 3 & 1) | (n >> 3 & 1) << 3;
+    const int first = n & 3, second = n >> 2;
+    t.own_two[n] = first << 1 | (second << 1 | (first & 1)) << 4;
+    t.next_two[n] = (first & 1) << 1 | (second & 1) | (second & 1) << 5;
+  }
+  return t;
+}
+constexpr IndexTables INDEX = index_tables();
+
+template <>
+struct LowIndices<1> {
+  vi all;  // side by side
+
+  MEMBER void join(vi w) {  // whose runs are the lowest four bits of each byte
+    const vi n = masked(w, 0x0f);
+    all = looked_up(INDEX.own_one, n) ^ looked_up(INDEX.next_one, turned(n, 8));
+  }
+  MEMBER vi run(int i) const { return i ? shifted_down(all, 2 * i) : all; }
+};
+
+template <>
+struct LowIndices<2> {
+  vi lower, upper;  // of two runs each
+
+  MEMBER void join(vi w) {
+    const vi low = masked(w, 0x0f), high = masked(shifted_down(w, 4), 0x0f);
+    lower = looked_up(INDEX.own_two, low) ^ looked_up(INDEX.next_two, turned(high, 8));
+    upper = looked_up(INDEX.own_two, high) ^ looked_up(INDEX.next_two, low);
+  }
+  MEMBER vi run(int i) const {
+    const vi x = i < 2 ? lower : upper;
+    return i % 2 ? shifted_down(x, 4) : x;
+  }
+};
+#else
 template <>
 struct LowIndices<1> {
   vi even, odd;  // two neighbouring fields to four
@@ -157,6 +205,7 @@ struct LowIndices<2> {
     return i < 2 ? x : shifted_down(x, 4);
   }
 };
+#endif
 
 template <>
 struct LowIndices<4> {
@@ -175,79 +224,73 @@ struct LowIndices<4> {
   }
 };
 
-// Indices of a band: V vectors of tokens, four channels in each word.
+// Indices of a band: V vectors of tokens, four channels in each word. Of 8 bits: half of each code.
 template <int WIDTH, int V>
-INLINE void load_indices(const BandAt& at, const BandPiece& band, vi (&index)[RUNS][V]) {
-  constexpr int LOW = WIDTH & -WIDTH, HIGH = WIDTH - LOW;
+INLINE void load_indices(const BandAt& at, const BandPiece& band, vi (&index)[V][RUNS]) {
+  constexpr int LOW = WIDTH & -WIDTH, HIGH = WIDTH - LOW, UP = LOW + 1, LOW_MASK = (2 << LOW) - 1,
+                HIGH_MASK = ((1 << HIGH) - 1) << UP;
   const bool narrow = band.runs < RUNS;
   vi w[V], x[V];
-  load_words<V>(at, band.low, 0, LOW > 1 || band.shift == 0, w);
-  if (LOW == 4) load_words<V>(at, band.low, narrow ? 0 : 1, true, x);
-  LowIndices<LOW> low[V];
-  for (int v = 0; v < V; v++) {
-    if constexpr (LOW == 4) {
-      low[v].join(w[v], x[v]);
-    } else {
-      if (LOW == 1) w[v] = shifted_by(w[v], band.shift);
-      if (narrow) w[v] = LOW == 1 ? bits_of(0x0c, w[v] << 2, w[v]) : bits_of(0xf0, w[v] << 4, w[v]);
-      low[v].join(w[v]);
+  if constexpr (WIDTH == 8) {
+    for (int i = 0; i < RUNS; i++) {
+      load_words<V>(at, band.low, narrow ? i % 2 : i, band.shift > 0, w);
+      for (int v = 0; v < V; v++) index[v][i] = masked(shifted_by(w[v], band.shift), 0x0f);
     }
-  }
-  if constexpr (HIGH == 0) {
-    for (int v = 0; v < V; v++)
-#pragma GCC unroll 4
-      for (int i = 0; i < RUNS; i++) index[i][v] = LOW == 4 ? low[v].run(i) : masked(low[v].run(i), (2 << LOW) - 1);
+    return;
   } else {
-    constexpr int UP = LOW + 1, MASK = ((1 << HIGH) - 1) << UP;
-    load_words<V>(at, band.high, 0, true, w);
-    if (HIGH == 4) load_words<V>(at, band.high, narrow ? 0 : 1, true, x);
-    for (int v = 0; v < V; v++)
+    load_words<V>(at, band.low, 0, LOW > 1 || band.shift == 0, w);
+    LowIndices<LOW> low[V];
+    if constexpr (LOW == 4) {
+      load_words<V>(at, band.low, narrow ? 0 : 1, true, x);
+      for (int v = 0; v < V; v++) low[v].join(w[v], x[v]);
+    } else {
+      for (int v = 0; v < V; v++) {
+        if (LOW == 1) w[v] = shifted_by(w[v], band.shift);
+        if (narrow) w[v] = LOW == 1 ? bits_of(0x0c, w[v] << 2, w[v]) : bits_of(0xf0, w[v] << 4, w[v]);
+        low[v].join(w[v]);
+      }
+    }
+    if constexpr (HIGH > 0) load_words<V>(at, band.high, 0, true, w);
+    if constexpr (HIGH == 4) load_words<V>(at, band.high, narrow ? 0 : 1, true, x);
+    for (int v = 0; v < V; v++) {
+#ifdef HAVE_LOOKUP
+      if constexpr (WIDTH == 3) {  // fields of both planes are as wide, and lie in the same places
+        const vi even = bits_of(0xcc, w[v] << 2, low[v].all), odd = bits_of(0xcc, w[v], shifted_down(low[v].all, 2));
+        index[v][0] = masked(even, 0x0f);
+        index[v][1] = masked(odd, 0x0f);
+        index[v][2] = masked(shifted_down(even, 4), 0x0f);
+        index[v][3] = masked(shifted_down(odd, 4), 0x0f);
+        continue;
+      }
+#endif
 #pragma GCC unroll 4
       for (int i = 0; i < RUNS; i++) {
+        if (HIGH == 0) {
+          index[v][i] = LOW == 4 ? low[v].run(i) : masked(low[v].run(i), LOW_MASK);
+          continue;
+        }
         const int place = HIGH == 4 ? i % 2 * 4 : i * 2;  // of the field in its byte
         const vi word = HIGH == 4 && i >= 2 ? x[v] : w[v];
         const vi high = place < UP ? word << (UP - place) : place > UP ? shifted_down(word, place - UP) : word;
-        index[i][v] = masked_or(masked(high, MASK), low[v].run(i), (2 << LOW) - 1);
+        index[v][i] = masked_or(masked(high, HIGH_MASK), low[v].run(i), LOW_MASK);
       }
+    }
   }
 }
 
 // Dot products of one band.
 template <int WIDTH, int V, int NH>
 INLINE void add_band(const BandArgs& a, const BandPiece& band, const BandAt& at, vi (&sums)[V][NH]) {
+  constexpr int MOST = WIDTH < 8 ? (2 << WIDTH) - 1 : 15;
   const uint8_t* q = a.chunk->qw[0] + band.band * (BAND * NARROW_Q_BYTES);
-  vi index[RUNS][V];
+  vi index[V][RUNS];
   load_indices<WIDTH, V>(at, band, index);
-#pragma GCC unroll 2
-  for (int n = 0; n < RUNS; n += 2)
 #pragma GCC unroll 8
-    for (int h = 0; h < NH; h++) {
-      const BandQuery first = band_query(q + h * Q_STRIDE + 4 * n * NARROW_Q_BYTES),
-                      second = band_query(q + h * Q_STRIDE + 4 * (n + 1) * NARROW_Q_BYTES);
+  for (int h = 0; h < NH; h++) {
+    BandQuery of[RUNS];
+    for (int i = 0; i < RUNS; i++) of[i] = band_query(q + h * Q_STRIDE + 4 * i * NARROW_Q_BYTES);
 #pragma GCC unroll 2
-      for (int v = 0; v < V; v++)
-        add_band_words<(WIDTH < 8 ? (2 << WIDTH) - 1 : 15)>(sums[v][h], index[n][v], index[n + 1][v], first, second);
-    }
-}
-
-// The same of half of each code of 8 bits.
-template <int V, int NH>
-INLINE void add_wide_band(const BandArgs& a, const BandPiece& band, const BandAt& at, vi (&sums)[V][NH]) {
-  const uint8_t* q = a.chunk->qw[0] + band.band * (BAND * NARROW_Q_BYTES);
-  for (int n = 0; n < band.runs; n += 2, q += 8 * NARROW_Q_BYTES) {
-    vi x[V], y[V];
-    load_words<V>(at, band.low, n, band.shift > 0, x);
-    load_words<V>(at, band.low, n + 1, band.shift > 0, y);
-    for (int v = 0; v < V; v++) {
-      x[v] = masked(shifted_by(x[v], band.shift), 0x0f);
-      y[v] = masked(shifted_by(y[v], band.shift), 0x0f);
-    }
-#pragma GCC unroll 8
-    for (int h = 0; h < NH; h++) {
-      const BandQuery first = band_query(q + h * Q_STRIDE), second = band_query(q + h * Q_STRIDE + 4 * NARROW_Q_BYTES);
-#pragma GCC unroll 2
-      for (int v = 0; v < V; v++) add_band_words<15>(sums[v][h], x[v], y[v], first, second);
-    }
+    for (int v = 0; v < V; v++) add_band_words<MOST>(sums[v][h], index[v], of);
   }
 }
 
@@ -260,7 +303,7 @@ INLINE void add_piece(const BandArgs& a, const BandPiece& band, const BandAt& at
     case 4: return add_band<4, V, NH>(a, band, at, sums);
     case 5: return add_band<5, V, NH>(a, band, at, sums);
     case 6: return add_band<6, V, NH>(a, band, at, sums);
-    default: return add_wide_band<V, NH>(a, band, at, sums);
+    default: return add_band<8, V, NH>(a, band, at, sums);
   }
 }
 
