@@ -260,7 +260,12 @@ def with_copies(name, older, newer, sinks=0, tail=0, **options):
     new = make(Case(**of("klt4"), lengths=tuple(n + tail for n in newer), tail=tail, **options), "cpu", 1)
     (store, *raw), (table, *raw_tables), (pool, *raw_pools) = old.stores, old.tables, old.pools
     ends = sinks + torch.tensor(older, dtype=torch.int32)
-    moved = [dataclasses.replace(t, starts=t.starts + ends) for t in new.tables]
+    moved = [
+        dataclasses.replace(t, starts=t.starts + ends)
+        if t.spans is None
+        else dataclasses.replace(t, spans=torch.stack([t.spans[..., 0] + ends[:, None], t.spans[..., 1]], -1))
+        for t in new.tables
+    ]
     old.stores, old.pools = [store, *new.stores, *raw], [pool, *new.pools, *raw_pools]
     old.tables = [table, *moved, *raw_tables]
     old.positions = torch.where(new.positions < 0, old.positions, new.positions + ends[:, None])
