@@ -254,18 +254,57 @@ def test_parts_of_one_format_may_have_parameters_of_their_own(fmt, emulated):
     check(one)
 
 
+def with_copies(name, older, newer, sinks=0, tail=0, **options):
+    """A call over pages of a scheme, then of copies in klt4, which have a basis of their own, then raw tokens."""
+    old = make(Case(**of(name), lengths=tuple(sinks + n for n in older), sinks=sinks, **options), "cpu")
+    new = make(Case(**of("klt4"), lengths=tuple(n + tail for n in newer), tail=tail, **options), "cpu", 1)
+    (store, *raw), (table, *raw_tables), (pool, *raw_pools) = old.stores, old.tables, old.pools
+    ends = sinks + torch.tensor(older, dtype=torch.int32)
+    moved = [
+        dataclasses.replace(t, starts=t.starts + ends)
+        if t.spans is None
+        else dataclasses.replace(t, spans=torch.stack([t.spans[..., 0] + ends[:, None], t.spans[..., 1]], -1))
+        for t in new.tables
+    ]
+    old.stores, old.pools = [store, *new.stores, *raw], [pool, *new.pools, *raw_pools]
+    old.tables = [table, *moved, *raw_tables]
+    old.positions = torch.where(new.positions < 0, old.positions, new.positions + ends[:, None])
+    return old
+
+
+@pytest.mark.parametrize("name", ["klt2", "klt3"])
 @pytest.mark.parametrize("group", [4, 8])
-def test_newer_pages_may_have_codes_of_other_widths_and_a_basis_of_their_own(group, emulated):
-    """What a scheme reads its newest tokens from: copies in a finer format, then raw ones."""
-    old, new = (
-        make(Case(**of(name), lengths=(n, 128), group=group, tail=t), "cpu", i)
-        for i, (name, n, t) in enumerate((("klt2", 333, 0), ("klt4", 212, 20)))
-    )
-    old.stores += new.stores
-    old.tables += [dataclasses.replace(t, starts=t.starts + 384) for t in new.tables]
-    old.positions = new.positions + 384
-    old.pools += new.pools
-    assert check(old).explain().count("blocks of") == 2
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_one_kernel_reads_pages_of_a_scheme_and_finer_copies_of_newer_ones(head_dim, group, name, emulated):
+    """Sequences of both, of one of them, and of raw tokens alone; units that are one segment and that are cut."""
+    older, newer = (320, 64, 0, 640, 0, 192), (448, 0, 192, 448, 0, 128)
+    call = with_copies(name, older, newer, sinks=4, tail=20, head_dim=head_dim, group=group)
+    assert check(call).explain().count("blocks of") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": 4, "tail": 20, "window": 300, "num_queries": 3, "group": 2},
+        {"softcap": 20.0, "page_size": 128, "group": 3},
+        {"sinks": 4, "tail": 64, "num_queries": 9, "spans": True, "slabs": 2},
+        {"heads": 1, "group": 5},
+    ],
+    ids=str,
+)
+def test_tables_and_queries_of_pages_with_copies(options, emulated):
+    call = with_copies("klt2", (640, 128, 0), (384, 0, 256), **options)
+    assert check(call).explain().count("blocks of") == 1
+
+
+@pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])
+def test_pages_with_copies_without_the_copy_engine(emulated):
+    check(with_copies("klt3", (320, 64), (192, 448), sinks=4, tail=20))
+
+
+def test_the_order_of_threads_does_not_matter_to_copies(emulated, monkeypatch):
+    monkeypatch.setenv("KVBITS_EMULATE_REVERSED", "1")
+    check(with_copies("klt2", (320, 64), (192, 448), sinks=4, tail=20))
 
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])

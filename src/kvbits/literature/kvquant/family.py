@@ -54,8 +54,8 @@ class KVQuant(Family):
         )
         pieces = [*format.pieces(layout, "k"), *format.pieces(layout, "v")]
         planes = len(layout.key.number_format.planes), len(layout.value.number_format.planes)
-        defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, RAW_TOKENS[0], False)
-        defines |= format.defines(layout, ask.fold, wide)
+        defines |= shape.ring_defines(ask, layout, chosen, slot, planes, RAW_TOKENS[0], False)
+        defines |= format.defines(layout, ask.fold, wide) | {"CHUNK_BYTES": sum(p[3] for p in pieces)}
         return shape.kernel(Path(__file__).parent / "codebook.cu", defines, chosen, pieces)
 
     def unpacking(self, layout: PageLayout, dtype: torch.dtype) -> Source:

@@ -88,12 +88,23 @@ def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
 
 
 def launches(layouts: Sequence[PageLayout]) -> list[list[int]]:
-    """Indices of the parts that each kernel reads: of one packed format, and of the first also the raw ones. Raw tokens
-    end a walk over packed ones, whose queries then need no registers any more.
+    """Indices of the parts that each kernel reads: of one packed format, or of two that a family reads together, and of
+    the first also the raw ones. Raw tokens end a walk over packed ones, whose queries then need no registers any more.
     """
-    packed = dict.fromkeys(x for x in layouts if not x.key.is_raw)
-    own = [[i for i, x in enumerate(layouts) if x == of] for of in packed] or [[]]
-    own[0] += [i for i, x in enumerate(layouts) if x.key.is_raw]
+    raw = [i for i, x in enumerate(layouts) if x.key.is_raw]
+    own: list[list[int]] = []
+    alone: PageLayout | None = None  # of the last kernel, if it has no second one
+    for layout in dict.fromkeys(x for x in layouts if not x.key.is_raw):
+        parts = [i for i, x in enumerate(layouts) if x == layout]
+        room = MAX_PARTS - (len(raw) if len(own) == 1 else 0)
+        if alone and family_of(alone).reads_beside(alone, layout) and len(own[-1]) + len(parts) <= room:
+            own[-1] += parts
+            alone = None
+        else:
+            own.append(parts)
+            alone = layout
+    own = own or [[]]
+    own[0] += raw
     return own
 
 

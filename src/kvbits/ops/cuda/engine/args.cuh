@@ -31,6 +31,8 @@ struct Part {
     const void* k_inverse;       // matrix that keys were multiplied with, inverted, as operands
     Pages pages;
     int page_size;
+    // which of the kernel's packed formats; tokens and bytes of a chunk, and its pieces among all
+    int format, chunk, chunk_bytes, first_piece, num_pieces;
 };
 
 /// One run of bytes of a chunk: from `page + from + chunk * step` to `slot + to`.

@@ -181,6 +181,10 @@ class Family:
         """The attention kernel; None where shared memory is too small for any shape."""
         raise NotImplementedError
 
+    def reads_beside(self, layout: PageLayout, other: PageLayout) -> bool:
+        """Tell whether one attention kernel reads pages of both packed layouts (`Ask.beside`)."""
+        return False
+
     def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
         """Return what the attention kernel reads beside pages and calibrated parameters, by field of `PartArgs`. It is
         alike in all layers.

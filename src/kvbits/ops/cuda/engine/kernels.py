@@ -53,7 +53,10 @@ class PartArgs(ctypes.Structure):
         ("turns", ctypes.c_void_p),
         ("k_inverse", ctypes.c_void_p),
         ("pages", PagesArgs),
-        ("page_size", ctypes.c_int),
+        *(
+            (name, ctypes.c_int)
+            for name in ("page_size", "format", "chunk", "chunk_bytes", "first_piece", "num_pieces")
+        ),
     ]
 
 

@@ -42,6 +42,7 @@ def ask_of(
         raw=any(x.key.is_raw for x in layouts),
         spans=spans,
         value_head_dim=main.value_head_dim,
+        beside=next((x for x in layouts if not x.key.is_raw and x != main), None),
     )
 
 
@@ -50,8 +51,8 @@ class Launch:
 
     Args:
         layouts: of all parts of the plan.
-        own: indices of the parts that the kernel reads: those of one packed format, then raw ones. The others count for
-            what the newest tokens are.
+        own: indices of the parts that the kernel reads: those of one packed format, those of another that it reads
+            beside it, then raw ones. The others count for what the newest tokens are.
         options: as `ops.attend.plan` gives them to a backend.
     """
 
@@ -84,7 +85,10 @@ class Launch:
         self._list = work_list.load(len(own), work_list.shared_bytes(batch_size, self.blocks, len(own)), device.index)
 
         # Parts of one walk have one result. A walk begins with what is calibrated for its first part.
-        walks = [0 if self.kernel.raw_joins else i for i in range(len(own))]
+        two = self.kernel.beside is not None
+        walks = [
+            0 if self.kernel.raw_joins or (two and not x.key.is_raw) else i for i, x in enumerate(self.layouts)
+        ]
         num_walks = len(set(walks))
         slots = work_list.num_slots(self.blocks, num_walks)
         empty = functools.partial(torch.empty, device=device)
@@ -118,9 +122,9 @@ class Launch:
             window=self._work.window,
             scaling=options["scaling"],
             softcap=softcap or 1.0,
-            num_pieces=len(self.kernel.pieces),
+            num_pieces=sum(len(x.pieces) for x in self.kernel.tiles),
         )
-        for i, piece in enumerate(self.kernel.pieces):
+        for i, piece in enumerate(piece for tile in self.kernel.tiles for piece in tile.pieces):
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
         for i, (layout, walk) in enumerate(zip(self.layouts, walks, strict=True)):
             self._work.parts[i], self._args.parts[i] = self._part(layout, walk)
@@ -133,8 +137,9 @@ class Launch:
 
     def _part(self, layout: PageLayout, walk: int) -> tuple[PartWork, PartArgs]:
         """Return what both kernels know of a part before its pages are bound."""
-        raw = layout.key.is_raw
-        chunk = self.kernel.raw_tokens if raw else self.kernel.shape.chunk
+        raw, number = layout.key.is_raw, int(not layout.key.is_raw and layout != self.layouts[0])
+        tile = self.kernel.tiles[number]
+        chunk = self.kernel.raw_tokens if raw else tile.chunk
         work = PartWork(
             chunk_cost=layout.head_bytes * chunk // layout.page_size,
             page_size=layout.page_size,
@@ -147,6 +152,11 @@ class Launch:
             chunks_per_page=-(-layout.page_size // chunk),
             raw=raw,
             page_size=layout.page_size,
+            format=number,
+            chunk=chunk,
+            chunk_bytes=tile.nbytes,
+            first_piece=len(self.kernel.pieces) if number else 0,
+            num_pieces=len(tile.pieces),
         )
         if raw:
             part.k_raw, part.v_raw = (layout.sections[name].offset for name in ("k_raw", "v_raw"))

@@ -69,14 +69,16 @@ struct Source {
     bool fresh = false;          // the kernel just ahead may have written it
     int raw_bytes = -1;          // of rows of raw tokens, -1 if packed
     int to_values = 0;           // from a raw token's key to its value
+    int packed_bytes = 0, first_piece = 0, num_pieces = 0;
 
     DEVICE Source() {}
     DEVICE Source(const Args& a, const Segment& s, int k) {
         const Part& part = a.parts[s.part];
         const bool raw = RAW_IN_RING && part.raw;
-        const int chunks_per_page = raw ? part.chunks_per_page : CHUNKS_PER_PAGE, size = raw ? RAW_TOKENS : CHUNK;
+        const int chunks_per_page = part.chunks_per_page, size = raw ? RAW_TOKENS : part.chunk;
         const int at = s.first_chunk + k, entry = s.first_entry + at / chunks_per_page;
         chunk = at % chunks_per_page;
+        packed_bytes = part.chunk_bytes, first_piece = part.first_piece, num_pieces = part.num_pieces;
         const Page page(a, s, entry);
         address = page.address;
         const int2 all = page.tokens;
@@ -94,7 +96,7 @@ struct Source {
     /// Of the values that share a slot with their keys.
     DEVICE int value_bytes() const { return D == DV ? raw_bytes : raw_bytes / D * DV; }
     DEVICE int bytes() const {
-        return RAW_IN_RING && raw_bytes >= 0 ? D == DV ? raw_bytes * 2 : raw_bytes + value_bytes() : CHUNK_BYTES;
+        return RAW_IN_RING && raw_bytes >= 0 ? D == DV ? raw_bytes * 2 : raw_bytes + value_bytes() : packed_bytes;
     }
 
     /// f(where in the slot, address, bytes) for every contiguous run.
@@ -106,9 +108,9 @@ struct Source {
             return;
         }
         auto piece = [&](const Piece& p) { f(p.to, address + p.from + chunk * p.step, p.bytes); };
-        piece(a.pieces[0]);  // most chunks are one
+        piece(a.pieces[first_piece]);  // most chunks are one
 #pragma unroll 1
-        for (int i = 1; i < a.num_pieces; ++i) piece(a.pieces[i]);
+        for (int i = 1; i < num_pieces; ++i) piece(a.pieces[first_piece + i]);
     }
 #if __CUDA_ARCH__ >= 900
     DEVICE void prefetch(const Args& a) const {

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ....spec import PageLayout
 from ....spec.quant import SCALE_BYTES
@@ -60,6 +61,18 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """Tokens of a chunk, and where they are cut from a page."""
+
+    chunk: int
+    pieces: tuple[tuple[int, int, int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p[3] for p in self.pieces)
+
+
+@dataclass(frozen=True)
 class Ask:
     """The needs that an attention kernel must meet, beside the layout of its pages.
 
@@ -70,6 +83,7 @@ class Ask:
         raw: it reads raw pages too, in the walk over packed ones where it can.
         spans: tables may say of each page where it begins and how much of it is visible.
         value_head_dim: channels of values, `head_dim` if None.
+        beside: a second packed layout that the kernel reads (`Family.reads_beside`).
     """
 
     head_dim: int
@@ -82,6 +96,7 @@ class Ask:
     raw: bool = False
     spans: bool = False
     value_head_dim: int | None = None
+    beside: PageLayout | None = None
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -94,7 +109,7 @@ class Kernel:
     """One instantiation: source and macros, launch shape and how chunks are cut."""
 
     source: Path
-    defines: tuple[tuple[str, int], ...]
+    defines: tuple[tuple[str, int | str], ...]
     shape: Shape
     pieces: tuple[tuple[int, int, int, int], ...]
     shared_bytes: int
@@ -102,10 +117,16 @@ class Kernel:
     raw_in_ring: bool = False  # raw tokens come through the ring (RAW_IN_RING of ring.cuh)
     raw_tokens: int = RAW_TOKENS[0]  # of a chunk of raw pages
     makers: int = 0  # warps beside the consumers and the producer
+    beside: Tile | None = None  # of the second packed format
 
     @property
     def threads(self) -> int:
         return (self.shape.warps + 1 + self.makers) * 32
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Chunks of each packed format."""
+        return (Tile(self.shape.chunk, self.pieces), *([] if self.beside is None else [self.beside]))
 
     @property
     def instance(self) -> Source:
@@ -275,7 +296,6 @@ def ring_defines(
     layout: PageLayout,
     shape: Shape,
     slot: int,
-    pieces: Pieces,
     num_planes: tuple[int, int],
     raw_tokens: int,
     has_raw: bool,
@@ -286,25 +306,35 @@ def ring_defines(
         num_planes: bit planes of keys and of values that are walked one by one.
         has_raw: raw tokens come through the ring, `raw_tokens` a chunk.
     """
-    chunk = chunk_layout(layout, shape.chunk)
-    found = {
+    return slot_defines(shape, slot, raw_tokens, has_raw) | chunk_defines(layout, shape.chunk, shape.units, num_planes)
+
+
+def slot_defines(shape: Shape, slot: int, raw_tokens: int, has_raw: bool) -> dict[str, int]:
+    """Macros of the ring, whatever is packed in it."""
+    return {
         "SLOTS": shape.slots,
-        "CHUNK": shape.chunk,
-        "UNITS": shape.units,
-        "CHUNKS_PER_PAGE": layout.page_size // shape.chunk,
         "SLOT_BYTES": slot,
         "PREFETCH_CHUNKS": min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS),
-        "CHUNK_BYTES": sum(p[3] for p in pieces),
         "HAS_RAW": int(has_raw),
         "RAW_TOKENS": raw_tokens,
     }
+
+
+def chunk_defines(layout: PageLayout, chunk: int, units: int, num_planes: tuple[int, int]) -> dict[str, int]:
+    """Macros of chunks of so many tokens; units: of 32 tokens per step."""
+    found = {"CHUNK": chunk, "UNITS": units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     for kind, planes in zip("kv", num_planes, strict=True):
-        found |= attend_defines(chunk, kind, planes)
+        found |= attend_defines(chunk_layout(layout, chunk), kind, planes)
     return found
 
 
+def constants(defines: Mapping[str, int]) -> str:
+    """Those macros as constants, for a kernel that has several formats' in namespaces."""
+    return " ".join(f"constexpr {'int' if n < 2**31 else 'unsigned'} {name} = {n};" for name, n in defines.items())
+
+
 def kernel(
-    source: Path, defines: Mapping[str, int], shape: Shape, pieces: Pieces = (), **options: int | bool | Pieces
+    source: Path, defines: Mapping[str, int | str], shape: Shape, pieces: Pieces = (), **options: Any
 ) -> Kernel:
     """A `Kernel` of these macros."""
-    return Kernel(source, tuple(defines.items()), shape, tuple(pieces), defines["SHARED_BYTES"], **options)  # type: ignore[arg-type]
+    return Kernel(source, tuple(defines.items()), shape, tuple(pieces), int(defines["SHARED_BYTES"]), **options)

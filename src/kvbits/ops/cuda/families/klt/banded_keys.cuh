@@ -1,5 +1,6 @@
 // Keys of banded codes: scores of a step's tokens, from operands that banded_queries.cuh makes for each frame.
-#pragma once
+#ifndef BANDED_KEYS_CUH
+#define BANDED_KEYS_CUH
 #include "banded_rings.cuh"
 #include "packed_codes.cuh"
 
@@ -15,7 +16,9 @@ struct BandedFrames {
     const FrameTile* tile;
     int first, last;             // of its frames
 
-    static DEVICE void make(const Args& a, FrameRing& ring, int maker, int lane) { make_queries(a, ring, maker, lane); }
+    static DEVICE void make(const Args& a, FrameRing& ring, int maker, int lane) {
+        make_queries<KeyFormat>(a, ring, maker, lane);
+    }
     DEVICE void start(const Args&, Staged&, Unit, const Part&, int, int) {}
     /// A segment's first tile.
     DEVICE void enter(FrameRing& of_block, const Segment& s, int warp) {
@@ -281,3 +284,4 @@ struct ByteKeys : BandedFrames {
         }
     }
 };
+#endif

@@ -2,7 +2,8 @@
 // (docs/reference/formats.md, "Trellis codes"). A ring of 16 channels is a band: the four fields of four bytes of a word
 // (2 bits), of two words (4), or of a half of a word's bytes (1), byte by byte. So the lowest bit one place before is a
 // field lower, or the highest of the byte before, which rotations of words give.
-#pragma once
+#ifndef BANDED_RINGS_CUH
+#define BANDED_RINGS_CUH
 #include "banded_queries.cuh"
 
 /// A lane's words of a load of plane P.
@@ -63,3 +64,4 @@ struct KeyRing {
         for (int i = 0; i < 4; ++i) join(words[i], own[i], others[i]);
     }
 };
+#endif

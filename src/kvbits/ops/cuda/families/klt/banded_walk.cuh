@@ -2,7 +2,8 @@
 // those of a step's tokens, times their value scales, are whole numbers of 16 bits over the largest of each column, in
 // two bytes. Columns from 4 on are the lower ones; they are added when the packed parts of a unit end, as sums of
 // weights are, of which lanes c and c + 2 have different tokens.
-#pragma once
+#ifndef BANDED_WALK_CUH
+#define BANDED_WALK_CUH
 #include "banded_keys.cuh"
 #include "packed_walk.cuh"
 
@@ -200,3 +201,4 @@ template <bool>
 struct BandedWalk { using Walk = PackedWalk<BandedKeys>; };
 template <>
 struct BandedWalk<true> { using Walk = ByteWalk; };
+#endif

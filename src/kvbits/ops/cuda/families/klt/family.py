@@ -16,7 +16,7 @@ from ...engine import shape
 from ...engine.family import Family
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
-from ...engine.shape import RAW_TOKENS, Ask, Kernel
+from ...engine.shape import RAW_TOKENS, Ask, Kernel, Tile
 from ...engine.side import turns_on
 from ..plain.family import walked_planes
 from . import store as writer
@@ -31,6 +31,9 @@ MOST_WARPS = 11
 """Consumer warps, where memory has room. 8 x 32,768 tokens took 72.9 us with 11 and 77.8 with 7 (klt2), 86.6 and 89.8
 (klt3).
 """
+
+LEAST_CHUNK = 32
+"""Tokens of a chunk, at least: those of a step."""
 
 
 class Klt(Family):
@@ -53,52 +56,41 @@ class Klt(Family):
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
         d, chunk = ask.head_dim, shape.chunk_tokens(layout)
-        ask = dataclasses.replace(ask, fold=ask.fold and _bytes_fit(layout))
+        layouts = [layout] if ask.beside is None else [layout, ask.beside]
+        ask = dataclasses.replace(ask, fold=ask.fold and all(map(_bytes_fit, layouts)))
         raw_joins = ask.raw and d * ask.cols <= 2048
-        slot = (
-            -(
-                -max(shape.used_bytes(shape.chunk_layout(layout, chunk)), 4 * d * RAW_TOKENS[-1] if raw_joins else 0)
-                // 128
-            )
-            * 128
-        )
+        least = 4 * d * RAW_TOKENS[-1] if raw_joins else 0
+        chunks = [chunk] if ask.beside is None else [chunk, _chunk_beside(ask.beside, max(least, _bytes(layout, chunk)))]
+        slot = -(-max(least, *map(_bytes, layouts, chunks)) // 128) * 128
         raw_tokens = next(n for n in RAW_TOKENS if 4 * d * n <= slot) if raw_joins else RAW_TOKENS[0]
         # with the producer and those that make queries 16 or 12 warps, and 7 where registers are needed
         large = d * ask.cols > 128 * 8
+        steps = max(map(_key_steps, layouts))
+        units = [1 if large or n % 64 else 2 for n in chunks]
         chosen = shape.fitting(  # more than two slots were no faster, and merging wants the room
             ask,
             slot,
             chunk,
-            1 if large or chunk % 64 else 2,
+            units[0],
             4 if large else MOST_WARPS,
             deep=False,
-            own_bytes=lambda warps: _frame_ring_bytes(layout, warps, ask.fold),
+            own_bytes=lambda warps: _frame_ring_bytes(d, steps, warps, ask.fold),
         )
-        ring = shape.ring_bytes(ask, chosen, slot) + _frame_ring_bytes(layout, chosen.warps, ask.fold)
-        defines = shape.frame_defines(ask, chosen, ring, merge_cols=4 if ask.fold else None, own_start=True)
-        pieces, (makers, tiles) = shape.pieces_of(layout, chunk), _makers(layout)
-        planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, d))
-        defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, raw_tokens, raw_joins)
-        small = shape.chunk_layout(layout, chunk)
-        for kind in "kv":  # operands are numbers around the middle of their range: indices, or fitted ones (ValueRing)
-            side = describe(small, kind)
-            middle, turned = 15 if side.fitted else 2 ** (side.widths[0] + 1) - 1, int(side.basis == "hadamard")
-            defines |= {
-                f"{kind.upper()}_{name}": n
-                for name, n in (
-                    ("FLOAT", LEVELS["int"]),
-                    ("MIDDLE", middle),
-                    ("TURNED", turned),
-                    ("RINGS", 2 if side.fitted else 1),
-                )
-            }
-        defines |= band_defines(small) | {
-            "KEY_STEPS": _key_steps(layout),
-            "MAKERS": makers,
-            "FRAME_TILES": tiles,
-            "FOLDED": int(ask.fold),
-        }
-        source = Path(__file__).parent / "banded.cu"
+        ring = shape.ring_bytes(ask, chosen, slot) + _frame_ring_bytes(d, steps, chosen.warps, ask.fold)
+        defines: dict[str, int | str] = dict(
+            shape.frame_defines(ask, chosen, ring, merge_cols=4 if ask.fold else None, own_start=True)
+        )
+        defines |= shape.slot_defines(chosen, slot, raw_tokens, raw_joins)
+        makers, tiles = _makers(d)
+        defines |= {"MAKERS": makers, "FRAME_TILES": tiles, "FOLDED": int(ask.fold), "MOST_KEY_STEPS": steps}
+        formats = [_format_defines(*of, i) for i, of in enumerate(zip(layouts, chunks, units, strict=True))]
+        if ask.beside is None:
+            defines |= formats[0]
+        else:
+            for name, constants in zip(("OLDER_FORMAT", "NEWER_FORMAT"), formats, strict=True):
+                defines[name] = shape.constants(constants)
+        source = Path(__file__).parent / ("banded.cu" if ask.beside is None else "banded_two.cu")
+        pieces, *beside = map(shape.pieces_of, layouts, chunks)
         return shape.kernel(
             source,
             defines,
@@ -108,6 +100,18 @@ class Klt(Family):
             raw_in_ring=raw_joins,
             raw_tokens=raw_tokens,
             makers=makers,
+            beside=Tile(chunks[1], tuple(beside[0])) if beside else None,
+        )
+
+    def reads_beside(self, layout: PageLayout, other: PageLayout) -> bool:
+        sizes = ("page_size", "num_kv_heads", "head_dim", "value_head_dim")
+        return (
+            other.key.is_trellis
+            and all(getattr(layout, x) == getattr(other, x) for x in sizes)
+            and layout.value.basis == other.value.basis
+            and not any(_refuses_attention(x, 1) for x in (layout, other))
+            and len(shape.pieces_of(layout, shape.chunk_tokens(layout))) + len(shape.pieces_of(other, LEAST_CHUNK))
+            <= shape.MAX_PIECES
         )
 
     def static_pointers(
@@ -190,15 +194,46 @@ def _bytes_fit(layout: PageLayout) -> bool:
     return 128 * sum(channels * most[bits] for bits, channels in layout.key.planes(layout.head_dim)) < 1 << 22
 
 
-def _makers(layout: PageLayout) -> tuple[int, int]:
+def _bytes(layout: PageLayout, tokens: int) -> int:
+    """Bytes of a chunk of so many tokens."""
+    return shape.used_bytes(shape.chunk_layout(layout, tokens))
+
+
+def _chunk_beside(layout: PageLayout, room: int) -> int:
+    """Tokens of a chunk of the second format of a kernel: as many as the slots of the first have room for."""
+    most = shape.chunk_tokens(layout)
+    sizes = (n for n in (most, 128, 64) if n <= most and most % n == 0)
+    return next((n for n in sizes if _bytes(layout, n) <= room), LEAST_CHUNK)
+
+
+def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> dict[str, int]:
+    """Macros that belong to one of a kernel's formats; units: of 32 tokens per step."""
+    d, small = layout.head_dim, shape.chunk_layout(layout, chunk)
+    planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, d))
+    defines = shape.chunk_defines(layout, chunk, units, planes)
+    for kind in "kv":  # operands are numbers around the middle of their range: indices, or fitted ones (ValueRing)
+        side = describe(small, kind)
+        middle, turned = 15 if side.fitted else 2 ** (side.widths[0] + 1) - 1, int(side.basis == "hadamard")
+        defines |= {
+            f"{kind.upper()}_{name}": n
+            for name, n in (
+                ("FLOAT", LEVELS["int"]),
+                ("MIDDLE", middle),
+                ("TURNED", turned),
+                ("RINGS", 2 if side.fitted else 1),
+            )
+        }
+    return defines | band_defines(small) | {"KEY_STEPS": _key_steps(layout), "FORMAT": number}
+
+
+def _makers(head_dim: int) -> tuple[int, int]:
     """Warps that make queries in the keys' basis, and tiles of them in shared memory."""
-    return (4, 3) if layout.head_dim <= 128 else (2, 2)
+    return (4, 3) if head_dim <= 128 else (2, 2)
 
 
-def _frame_ring_bytes(layout: PageLayout, warps: int, fold: bool) -> int:
-    """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
-    makers, tiles = _makers(layout)
-    d = layout.head_dim
-    tile = 144 + 64 * OFFSETS + 512 * _key_steps(layout)
+def _frame_ring_bytes(d: int, steps: int, warps: int, fold: bool) -> int:
+    """Shared memory of those warps (struct FrameRing of banded_frames.cuh), steps: of keys in the basis."""
+    makers, tiles = _makers(d)
+    tile = 144 + 64 * OFFSETS + 512 * steps
     scratch = 32 * (d + 32) + d * (64 + 4 * (16 if fold else 2)) + makers * 128
     return -(-(tiles * (tile + 16) + scratch + 4 * warps) // 16) * 16

@@ -67,7 +67,7 @@ class Plain(Family):
         )
         pieces = shape.pieces_of(layout, chunk)
         planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, dv))
-        defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, raw_tokens, raw_joins)
+        defines |= shape.ring_defines(ask, layout, chosen, slot, planes, raw_tokens, raw_joins)
         return shape.kernel(
             Path(__file__).parent / "packed.cu",
             defines,

@@ -5,7 +5,8 @@
 // consumer warp t % WARPS, which reads it from slot t % SLOTS of a ring; one producer warp fills the ring with bulk
 // copies, so memory stays busy across segment ends. Warps share nothing else until a segment ends, then merge through
 // shared memory. Units split over several segments are summed by the block that arrives last.
-#pragma once
+#ifndef PACKED_ATTEND_CUH
+#define PACKED_ATTEND_CUH
 #include "packed_raw.cuh"
 #include "packed_ring.cuh"
 
@@ -23,20 +24,17 @@ DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, So
     if (lane == 0) slot.give_back(ring);
 }
 
-/// Reads the parts of a unit that follow one another. Returns the block's next segment.
-template <class Walk>
-DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge,
-                       typename Walk::Keys::Shared& made, int warp, int lane) {
-    const Segment& s = merge.segments[Merge::own(warp)];
-    Staged& staged = merge.staged[Merge::own(warp)];
-    stage_queries(staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
-    const Visible see(staged, a.window, lane);
-    Softmax softmax;
-    softmax.clear();
-    Walk walk;
-    walk.start(a, staged, u, part, lane / 4, lane % 4);
-    constexpr bool RAW_JOINS = ValueTraits::RAW_JOINS;
-    for (; !RAW_JOINS || !a.parts[s.part].raw; join_next(a, merge, warp, lane)) {  // raw parts of a unit are its last
+constexpr int ALL_FORMATS = -1;
+/// Reads the packed parts of a unit that follow one another: of one format, or all of a kernel that has but one.
+template <int FORMAT_READ, class Walk>
+DEVICE void read_parts(const Args& a, Unit u, const Segment& s, Walk& walk, const Visible& see, Softmax& softmax,
+                       Ring& ring, const unsigned char* slots, Merge& merge, typename Walk::Keys::Shared& made,
+                       int warp, int lane) {
+    constexpr bool ALL = FORMAT_READ == ALL_FORMATS;
+    const auto reads = [](const Part& part) {
+        return ALL ? !ValueTraits::RAW_JOINS || !part.raw : !part.raw && part.format == FORMAT_READ;
+    };
+    for (; reads(a.parts[s.part]); join_next(a, merge, warp, lane)) {  // raw parts of a unit are its last
         walk.keys.enter(made, s, warp);
 #pragma unroll 1
         for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
@@ -44,8 +42,17 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
             read_chunk(a, u, walk, see, softmax, ring, slots, of_page, u32(s.chunks_before + k), lane);
         }
         walk.keys.leave(s, warp, lane);
-        if (!RAW_IN_RING || !s.joins) break;
+        if ((ALL && !RAW_IN_RING) || !s.joins) break;
     }
+}
+
+/// After a unit's packed parts, of which `part` was the first: its raw ones, and the result. Returns the block's next
+/// segment.
+template <class Walk>
+DEVICE int end_parts(const Args& a, const Part& part, Unit u, const Segment& s, Walk& walk, const Staged& staged,
+                     const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, Merge& merge,
+                     int warp, int lane) {
+    constexpr bool RAW_JOINS = ValueTraits::RAW_JOINS;
     if (V_TURNED && !part.raw) turn_back<Walk::FOLDS>(walk.values.first);
     if (!V_TURNED && Walk::FOLDS) fold(walk.values.first);
     for (int e = 0; e < 2 && Walk::FOLDS; ++e) softmax.sum[0][e] += __shfl_xor_sync(ALL_LANES, softmax.sum[0][e], 2);
@@ -59,14 +66,29 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     return finish_segment(a, walk.values, softmax, bias_sum, V_GROUP, merge, thread / 32, thread % 32);
 }
 
-/// What a block does: all of its threads call it.
+/// Reads the parts of a unit that follow one another. Returns the block's next segment.
 template <class Walk>
-DEVICE void attend_packed(const Args& a, unsigned char* shared) {
+DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge,
+                       typename Walk::Keys::Shared& made, int warp, int lane) {
+    const Segment& s = merge.segments[Merge::own(warp)];
+    Staged& staged = merge.staged[Merge::own(warp)];
+    stage_queries(staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
+    const Visible see(staged, a.window, lane);
+    Softmax softmax;
+    softmax.clear();
+    Walk walk;
+    walk.start(a, staged, u, part, lane / 4, lane % 4);
+    read_parts<ALL_FORMATS>(a, u, s, walk, see, softmax, ring, slots, merge, made, warp, lane);
+    return end_parts(a, part, u, s, walk, staged, see, softmax, ring, slots, merge, warp, lane);
+}
+
+/// What a block does: all of its threads call it. make(made, maker, lane): what MAKING warps do beside the consumers and
+/// the producer; walk(part, unit, ring, merge, made, warp, lane): see walk_packed.
+template <class Made, int MAKING, class Make, class WalkParts>
+DEVICE void attend_parts(const Args& a, unsigned char* shared, Make make, WalkParts walk) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    using KeySide = typename Walk::Keys;
-    using Made = typename KeySide::Shared;
     static_assert(
-        SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) + (KeySide::MAKING ? sizeof(Made) : 0) <= SHARED_BYTES,
+        SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) + (MAKING ? sizeof(Made) : 0) <= SHARED_BYTES,
         "shape.py counts too little shared memory");
     Ring& ring = *reinterpret_cast<Ring*>(shared + SLOTS * SLOT_BYTES);
     Merge& merge = *reinterpret_cast<Merge*>(shared + SLOTS * SLOT_BYTES + ring_bytes<Ring>());
@@ -78,7 +100,7 @@ DEVICE void attend_packed(const Args& a, unsigned char* shared) {
         return;
     }
     if (warp > WARPS) {
-        KeySide::make(a, made, warp - WARPS - 1, lane);
+        make(made, warp - WARPS - 1, lane);
         return;
     }
     wait_for_previous_kernel();
@@ -88,6 +110,19 @@ DEVICE void attend_packed(const Args& a, unsigned char* shared) {
         const Part& part = a.parts[s.part];
         const Unit u = enter_segment(a, s, merge, warp, lane);
         i = part.raw && !ValueTraits::RAW_JOINS ? walk_raw(a, u, ring, shared, merge, warp, lane)
-                                                : walk_packed<Walk>(a, part, u, ring, shared, merge, made, warp, lane);
+                                                : walk(part, u, ring, merge, made, warp, lane);
     }
 }
+
+/// The same where all packed parts have one format.
+template <class Walk>
+DEVICE void attend_packed(const Args& a, unsigned char* shared) {
+    using KeySide = typename Walk::Keys;
+    using Made = typename KeySide::Shared;
+    attend_parts<Made, KeySide::MAKING>(
+        a, shared, [&](Made& made, int maker, int lane) { KeySide::make(a, made, maker, lane); },
+        [&](const Part& part, Unit u, Ring& ring, Merge& merge, Made& made, int warp, int lane) {
+            return walk_packed<Walk>(a, part, u, ring, shared, merge, made, warp, lane);
+        });
+}
+#endif

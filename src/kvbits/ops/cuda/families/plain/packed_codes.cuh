@@ -15,7 +15,8 @@
 // 3, at bits 1 and 5 of every byte, and there is one walk, over 3-bit fields. Elsewhere each plane has its own.
 //
 // Words of trellis codes become words of joined fields, too (value_rings.cuh): those of even fields and those of odd ones.
-#pragma once
+#ifndef PACKED_CODES_CUH
+#define PACKED_CODES_CUH
 #include "value_rings.cuh"
 
 /// CHUNK tokens in `slot`; `visible` of them are, the first at `position`, the page's first at `page_position`.
@@ -59,7 +60,7 @@ struct Plane {
 };
 
 template <int FLOAT, int BITS>
-DEVICE u32 operand(u32 even, u32 odd, int is_odd, int field) {
+DEVICE u32 masked_operand(u32 even, u32 odd, int is_odd, int field) {
     if (FLOAT == E5M2) return (is_odd ? odd : even << 8) & 0xff00ff00u;
     if (FLOAT == E4M3) {
         u32 x = is_odd ? odd : even << 8;
@@ -93,7 +94,7 @@ struct Fields {
         if (JOINED || RINGS)
             return (is_odd ? odd : even)[field % WORDS] &
                    ((RINGS ? CodePlane::Ring::MASK : 7u) * 0x00010001u << CodePlane::exponent(field));
-        return ::operand<FLOAT, CodePlane::BITS>(even[0], odd[0], is_odd, field);
+        return masked_operand<FLOAT, CodePlane::BITS>(even[0], odd[0], is_odd, field);
     }
 };
 
@@ -175,3 +176,4 @@ struct ValueTraits {
     // raw tokens are added to the same running outputs as packed ones
     static constexpr bool RAW_JOINS = HAS_RAW && !PER_CHUNK && V_BITS1 == 0;
 };
+#endif

@@ -1,7 +1,8 @@
 // Raw tokens that come through the ring beside packed ones: warps that wait for keys, then for values, read a third
 // less than memory gives, and a walk of its own costs each unit microseconds. Where outputs are of one plane and not
 // scaled by page (ValueTraits::RAW_JOINS) they are added to those of packed tokens.
-#pragma once
+#ifndef PACKED_RAW_CUH
+#define PACKED_RAW_CUH
 #include "packed_ring.cuh"
 #include "packed_walk.cuh"
 #include "raw_walk.cuh"
@@ -167,3 +168,4 @@ DEVICE void join_raw(const Args& a, Unit u, const Segment& s, Walk& walk, const 
         if (!s.joins) break;
     }
 }
+#endif

@@ -62,6 +62,8 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             theirs.chunk = __shfl_sync(ALL_LANES, from.chunk, w);
             theirs.raw_bytes = __shfl_sync(ALL_LANES, from.raw_bytes, w);
             theirs.to_values = __shfl_sync(ALL_LANES, from.to_values, w);
+            theirs.first_piece = __shfl_sync(ALL_LANES, from.first_piece, w);
+            theirs.num_pieces = __shfl_sync(ALL_LANES, from.num_pieces, w);
             theirs.each_piece(a, [&](int offset, i64 address, int bytes) {
                 for (int at16 = lane * 16; at16 < bytes; at16 += 512)
                     copy_async_16(slot + offset + at16, address + at16);

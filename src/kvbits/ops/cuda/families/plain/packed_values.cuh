@@ -1,5 +1,6 @@
 // Values of packed pages: weights of a step's tokens times codes, added to running outputs.
-#pragma once
+#ifndef PACKED_VALUES_CUH
+#define PACKED_VALUES_CUH
 #include "columns.cuh"
 #include "packed_codes.cuh"
 
@@ -295,3 +296,4 @@ struct ValueSide {
         return -1;
     }
 };
+#endif

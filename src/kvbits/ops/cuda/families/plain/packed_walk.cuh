@@ -1,6 +1,7 @@
 // One warp's walk over packed chunks: 32 or 64 tokens per step, scores, softmax, outputs. KeySide: of packed_keys.cuh,
 // or a family's own.
-#pragma once
+#ifndef PACKED_WALK_CUH
+#define PACKED_WALK_CUH
 #include "columns.cuh"
 #include "packed_values.cuh"
 
@@ -74,3 +75,4 @@ struct PackedWalk {
         values.add<MASKED>(packed, pairs, chunk.slot, t, chunk.visible, g, c);
     }
 };
+#endif

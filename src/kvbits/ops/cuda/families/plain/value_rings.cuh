@@ -1,7 +1,8 @@
 // Values in trellis codes (docs/reference/formats.md, "Trellis codes"): what words of a row become so that one AND gives
 // operands. A ring of 16 channels is four neighbouring bytes of a row, field by field, so the lowest bit one place before
 // is that of the byte before, or of the last byte a field lower, and the one two places before is found likewise.
-#pragma once
+#ifndef VALUE_RINGS_CUH
+#define VALUE_RINGS_CUH
 #include "config.cuh"
 
 /// What levels the indices of trellis codes stand for; NO_RINGS: other codes.
@@ -58,3 +59,4 @@ struct ValueRing {
         return BITS == 4 ? select_bits(0xf0f0f0f0u, w << 4, w >> 4) : select_bits(0xfcfcfcfcu, w << 2, w >> 6);
     }
 };
+#endif
