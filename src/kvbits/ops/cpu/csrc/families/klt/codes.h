@@ -420,8 +420,7 @@ static bool store_trellis(PageBuffers& b, const TokensPart& part) {
     for (int c = part.head_dim; c < width; c++) b.x[(int64_t)i * width + c] = 0.0f;
   if (t.to_basis) {
     const float* basis = t.to_basis + (int64_t)part.kv_head * part.head_dim * part.head_dim;
-    const int done =
-        rows_to_basis<BASIS_ROWS, BASIS_COLUMNS>(b, part.turn_start, basis, 0, n, part.head_dim);
+    const int done = rows_to_basis<BASIS_ROWS, BASIS_COLUMNS>(b, part.turn_start, basis, 0, n, part.head_dim);
     rows_to_basis<1, BASIS_COLUMNS_OF_ONE>(b, part.turn_start, basis, done, n, part.head_dim);
   }
   for (int i = 0; t.hadamard && i < n; i++) hadamard(b.x + (int64_t)i * width, part.head_dim);
