@@ -49,6 +49,7 @@ FILES = (
     "tests/ops/test_cuda_kvquant.py",
     "tests/ops/test_cuda_merge.py",
     "tests/integrations/test_place.py",
+    "tests/integrations/test_engine_copies.py",
     "tests/store/test_gpu.py",
     "tests/studies/test_int8_paper_cuda.py",
 )

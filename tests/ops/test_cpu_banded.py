@@ -90,7 +90,13 @@ def test_values_of_every_width_that_kernels_take(tier):
     for bits in (2, 3, 4):
         for basis in (None, "hadamard"):
             assert_agrees(random_call(RAW, trellis(*[bits] * 4, basis=basis), group=5, dtype=torch.float32))
-            assert_agrees(random_call(RAW, trellis(*[bits] * 4, basis=basis), head_dim=80, tokens=3))
+            for head_dim in (80, 96):
+                assert_agrees(random_call(RAW, trellis(*[bits] * 4, basis=basis), head_dim=head_dim, tokens=3))
+        for head_dim in (24, 56, 112, 192):  # rings lack runs, or their words lie in two blocks
+            assert_agrees(random_call(RAW, trellis(*[bits] * 4), head_dim=head_dim))
+    fitted = dataclasses.replace(trellis(2, 2, 2, 2), levels="fitted")
+    for head_dim in (40, 64, 128):
+        assert_agrees(random_call(RAW, fitted, head_dim=head_dim, group=8))
 
 
 def test_beside_other_formats(tier):

@@ -19,7 +19,7 @@ constexpr int plane_bits(int format, int plane) {
 }
 constexpr int exponent_bias(int format) { return (1 << number_format(format).exponent_bits) / 2 - 1; }
 
-// Plain integers of a width that banded values have, -1 where there are none of 2 to 4 bits.
+// Plain integers of a width that trellis values have, -1 where there are none of 2 to 4 bits.
 constexpr int integers_of_bits(int bits) {
   return bits == 2 ? FORMAT_INT2 : bits == 3 ? FORMAT_INT3 : bits == 4 ? FORMAT_INT4 : -1;
 }

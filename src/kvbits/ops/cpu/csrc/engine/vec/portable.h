@@ -25,6 +25,7 @@ INLINE vi splat_int(int32_t x) { return x - vi{}; }
 INLINE vf load(const float* p) { return *(const vf_mem*)p; }
 INLINE void store(float* p, vf x) { *(vf_mem*)p = x; }
 INLINE vi load_int(const void* p) { return *(const vi_mem*)p; }
+INLINE void store_int(int32_t* p, vi x) { *(vi_mem*)p = x; }
 // In a register from here on: GCC would load it again for every product.
 INLINE vf kept(vf x) {
 #if defined(__x86_64__)

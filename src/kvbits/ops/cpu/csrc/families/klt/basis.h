@@ -1,4 +1,4 @@
-// Queries in the basis of banded keys (docs/reference/formats.md): turned back by the angles of a frame's start, then
+// Queries in the basis of trellis keys (docs/reference/formats.md): turned back by the angles of a frame's start, then
 // times the head's matrix, in fp32.
 //
 // Frames are made many at once: the matrix is larger than L1. Frames at the same distance d before and after a middle

@@ -18,7 +18,7 @@ constexpr ByRows<BandKernel> band_kernels = {{key_banded<1>, key_banded<2>, key_
                                              true};
 
 struct KltPart {
-  static constexpr int AT_ONCE = VL == 16 ? 16 : 8;  // rows of offsets
+  static constexpr int SUMS = 16;
   Part& part;
   PlainPart& base;
   Angles& angles;
@@ -62,26 +62,35 @@ struct KltPart {
     frame = of_page;
   }
 
-  // What each row of offsets adds to the scores of a chunk (quant/basis.py), several at once.
+  // What each row of offsets adds to the scores of a chunk (quant/basis.py): four rows times two queries at once, whose
+  // sums do not wait for each other.
   void multiply_offsets(Chunk& c) {
     const int width = round_up(part.call.head_dim, 16);
-    const float* rows = part.key.t->offsets + (int64_t)part.kv_head * OFFSETS * width;
-    for (int j = 0; j < OFFSETS; j += AT_ONCE)
-      for (int h = 0; h < c.rows; h++) {
-        vf sums[AT_ONCE] = {};
-        const int n = OFFSETS - j < AT_ONCE ? OFFSETS - j : AT_ONCE;
-        if (n < AT_ONCE) {  // the row of position 0
-          for (int k = 0; k < n; k++)
-            for (int i = 0; i < width; i += VL) sums[k] += load(c.folded[h] + i) * load(rows + (j + k) * width + i);
-        } else {
+    const float* offsets = part.key.t->offsets + (int64_t)part.kv_head * OFFSETS * width;
+    for (int h = 0; h < c.rows; h += 2) {
+      const float *q = c.folded[h], *r = c.folded[h + 1 < c.rows ? h + 1 : h];
+      for (int j = 0; j < OFFSETS; j += SUMS) {
+        const int n = OFFSETS - j < SUMS ? OFFSETS - j : SUMS;
+        vf sums[2][SUMS] = {};
+        for (int k = 0; k < n; k += 4) {
+          auto row = [&](int i) { return offsets + (int64_t)(k + i < n ? j + k + i : j + n - 1) * width; };
+          const float *rows[4] = {row(0), row(1), row(2), row(3)};
+          vf x[4] = {}, y[4] = {};
           for (int i = 0; i < width; i += VL) {
-            const vf q = load(c.folded[h] + i);
-#pragma GCC unroll 16
-            for (int k = 0; k < AT_ONCE; k++) sums[k] += q * load(rows + (j + k) * width + i);
+            const vf a = kept(load(q + i)), b = kept(load(r + i));
+#pragma GCC unroll 4
+            for (int l = 0; l < 4; l++) {
+              const vf m = load(rows[l] + i);
+              x[l] += a * m;
+              y[l] += b * m;
+            }
           }
+          for (int l = 0; l < 4; l++) sums[0][k + l] = x[l], sums[1][k + l] = y[l];
         }
-        sum_each(sums, n, c.of_offsets[h] + j);
+        sum_each(sums[0], n, c.of_offsets[h] + j);
+        if (h + 1 < c.rows) sum_each(sums[1], n, c.of_offsets[h + 1] + j);
       }
+    }
   }
 
   void begin_page(const PageView& at, int64_t start) {

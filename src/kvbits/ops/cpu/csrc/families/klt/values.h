@@ -37,25 +37,40 @@ static void turn_outputs(Part& p) {
 struct RingWords {
   alignas(64) int32_t shift[VL];  // of their fields
   const uint8_t* at[RINGS];
-  int quad_bytes[RINGS];
+  int quad_bytes[RINGS], field[RINGS];
   bool whole;    // the rings lie side by side
   bool fetches;  // lines that no other vector fetches
 };
 
+INLINE void set_shift(RingWords& w, int ring) {
+  for (int k = 0; k < RING_LANES; k++) w.shift[ring * RING_LANES + k] = w.field[ring];
+}
+
+// A run of the ring at `channel`. The rings' quads of words are RING_LANES words each.
+INLINE void find_run(const ValueArgs& a, int plane, int bits, int channel, int ring, RingWords& w) {
+  const int rb = a.row_bytes[plane], field = channel / rb, r = channel - field * rb, block = r / 16 * 16,
+            width = rb - block < 16 ? rb - block : 16;
+  w.at[ring] = a.plane[plane] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4;
+  w.quad_bytes[ring] = 4 * width;
+  w.field[ring] = field * bits;
+}
+
 // Words of the channels that lie `start` behind the first one of each of `count` rings from `first` on. Lanes behind the
 // last ring have those of the first.
 static void find_words(const ValueArgs& a, int plane, int bits, int start, int first, int count, RingWords& w) {
-  const int rb = a.row_bytes[plane];
-  w.whole = true;
-  w.fetches = false;
+  const int rb = a.row_bytes[plane], channel = start + 4 * first, r = channel % rb;
+  find_run(a, plane, bits, channel, 0, w);
+  w.fetches = w.field[0] == 0;
+  w.whole = count == RINGS && r / 16 == (r + VL - 1) / 16 && r + VL <= rb;
+  store_int(w.shift, splat_int(w.field[0]));
+  if (w.whole) {
+    for (int i = 1; i < RINGS; i++) w.at[i] = w.at[0] + i * 16, w.quad_bytes[i] = w.quad_bytes[0];
+    return;
+  }
   for (int i = 0; i < RINGS; i++) {
-    const int channel = start + 4 * (i < count ? first + i : first), r = channel % rb, block = r / 16 * 16,
-              width = rb - block < 16 ? rb - block : 16, shift = channel / rb * bits;
-    w.at[i] = a.plane[plane] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4;
-    w.quad_bytes[i] = 4 * width;
-    for (int k = 0; k < RING_LANES; k++) w.shift[i * RING_LANES + k] = shift;
-    w.whole &= w.at[i] == w.at[0] + i * 16;
-    w.fetches |= shift == 0;
+    find_run(a, plane, bits, start + 4 * (i < count ? first + i : first), i, w);
+    w.fetches |= w.field[i] == 0;
+    set_shift(w, i);
   }
 }
 
@@ -163,36 +178,24 @@ struct RunLevels {
   int64_t ahead;
   bool fitted;
 
+  // Runs that a ring lacks have its first one's words.
   void find(const ValueArgs& a, int first, int count) {
     const int stride = round_up(a.head_dim, RING) / 4;
-    for (int run = 0; run < 4; run++) {
-      find_run(a, LOW_PLANE, LOW, run, stride, first, count, low_words[run]);
-      if (BITS == 3) find_run(a, 0, 2, run, stride, first, count, words[run]);
-    }
-    RingWords by_run[4];
-    for (int run = 0; run < 4; run++) by_run[run] = low_words[run];
-    last_words = by_run[0];
     for (int i = 0; i < RINGS; i++) {
-      int last = 3;
-      const int ring = i < count ? first + i : first;
-      while (last * stride + 4 * ring >= a.head_dim) last--;
-      last_words.at[i] = by_run[last].at[i];
-      last_words.quad_bytes[i] = by_run[last].quad_bytes[i];
-      __builtin_memcpy(last_words.shift + i * RING_LANES, by_run[last].shift + i * RING_LANES, 4 * RING_LANES);
+      const int channel = 4 * (i < count ? first + i : first);
+      for (int run = 0; run < 4; run++) {
+        const bool there = channel + run * stride < a.head_dim;
+        const int at = there ? channel + run * stride : channel;
+        find_one(a, LOW_PLANE, LOW, at, i, low_words[run]);
+        if (BITS == 3) find_one(a, 0, 2, at, i, words[run]);
+        if (there) find_one(a, LOW_PLANE, LOW, at, i, last_words);
+      }
     }
   }
-  // Runs that a ring lacks have its first one's words.
-  static void find_run(const ValueArgs& a, int plane, int bits, int run, int stride, int first, int count,
-                       RingWords& w) {
-    find_words(a, plane, bits, run * stride, first, count, w);
-    RingWords of_first;
-    find_words(a, plane, bits, 0, first, count, of_first);
-    for (int i = 0; i < RINGS; i++)
-      if (run * stride + 4 * (i < count ? first + i : first) >= a.head_dim) {
-        w.at[i] = of_first.at[i];
-        w.quad_bytes[i] = of_first.quad_bytes[i];
-        __builtin_memcpy(w.shift + i * RING_LANES, of_first.shift + i * RING_LANES, 4 * RING_LANES);
-      }
+  static void find_one(const ValueArgs& a, int plane, int bits, int channel, int ring, RingWords& w) {
+    find_run(a, plane, bits, channel, ring, w);
+    set_shift(w, ring);
+    w.fetches = w.field[ring] == 0;
   }
   MEMBER vi fields(const RingWords& w, int quad, int bits) const {
     return masked(fields_at_bottom(w, load_rings<false>(w, quad, ahead)), (1 << bits) - 1);
@@ -247,7 +250,7 @@ static void value_trellis(const ValueArgs& a) {
       levels.ahead = a.ahead;
       levels.fitted = a.fitted;
       levels.find(a, first, count);
-      if (levels.whole() && count == RINGS) add_rings<BITS, NH, 0>(a, levels, first, count);
+      if (levels.whole()) add_rings<BITS, NH, 0>(a, levels, first, count);
       else add_rings<BITS, NH, 0>(a, *(FieldLevels<BITS, false>*)&levels, first, count);
     } else {
       RunLevels<BITS> levels;
