@@ -158,11 +158,12 @@ def weak_to_key_bias(scheme: Scheme) -> bool:
     """Tell whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8.
 
     One channel with a large constant offset, as models with a bias in their key projection have it, then takes the
-    steps from all others. Keys per channel do not know this, 8-bit integers bear it.
+    steps from all others. Keys per channel do not know this, 8-bit integers bear it, and a calibrated mean removes it.
     """
     key = scheme.key
     return (
         not key.is_raw
+        and not key.has_offsets
         and not isinstance(key.granularity, PerChannel)
         and (key.bits <= 4 or key.number_format.kind == "float")
     )

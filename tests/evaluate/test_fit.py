@@ -364,6 +364,7 @@ def test_a_fit_is_one_that_vllm_serves(bench, layers, tmp_path):
     assert [(f.scheme.key, f.scheme.value) for f in served if f] == [mine.for_layer(i, 2) for i in range(2)]
     assert [f.copies for f in served if f] == [mine.copies_of(*mine.for_layer(i, 2)) for i in range(2)]
     assert any(f.copies for f in served if f)
+    assert not any(schemes.weak_to_key_bias(f.scheme) for f in served if f)  # narrow bands have a calibrated mean
     rings = planner.vllm_rings(mine, layers, "bfloat16")
     assert [len(r) - 1 for r in rings] == [len(mine.copies_of(*mine.for_layer(i, 2))) for i in range(2)]
 

@@ -163,28 +163,6 @@ DEVICE int distance(int a, int b, int c) {
     asm("sad.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
-/// a + b, at least 0 and at most `top`.
-DEVICE int add_clamped(int a, int b, int top) {
-#if __CUDA_ARCH__ >= 900
-    int d;
-    asm("{.reg .s32 sum; add.s32 sum, %1, %2; min.relu.s32 %0, sum, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(top));
-    return d;
-#else
-    return max(min(a + b, top), 0);
-#endif
-}
-/// a * b + c, in one instruction.
-DEVICE u32 multiply_add(int a, int b, u32 c) {
-    u32 d;
-    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-/// |a - b| + c.
-DEVICE int distance(int a, int b, int c) {
-    int d;
-    asm("sad.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
 DEVICE u32 low_twice(u32 a) { return permute_bytes(a, a, 0x1010); }
 DEVICE u32 high_twice(u32 a) { return permute_bytes(a, a, 0x3232); }
 
