@@ -53,7 +53,8 @@ def of_group(
     for some in shown:
         for n in range(1, -(-long_queries.MIN_COLUMNS_WIDE // columns)):
             yield from _attention(some, n * columns, dtype, softcap, capability)
-    yield from map(work_list.source, range(1, len(parts) - len(copies) + 1))
+    together = max(map(len, attend.launches([*parts, *tiers])))
+    yield from map(work_list.source, range(1, together + 1))
     for x in (*parts, *tiers):
         if family_of(x).refuses("unpack", x, dtype=dtype) is None:
             yield family_of(x).unpacking(x, dtype)
@@ -92,8 +93,8 @@ def of_vllm(
     columns = num_q_heads // layout.num_kv_heads
     for n in range(1, MAX_QUERIES + 1):
         yield from _attention(parts, n * columns, dtype, softcap, capability)
-    # packed pages and raw copies, of the first page or not; other copies by themselves
-    yield from map(work_list.source, [*([2, 3] if copies else [1]), *([1] if len(copies) > 1 else [])])
+    first, *others = map(len, attend.launches(parts))  # the first reads raw copies, too: of the first page or not
+    yield from map(work_list.source, [first, *([first + 1] if copies else []), *others])
 
 
 def distinct(sources: Iterable[Source]) -> list[Source]:
@@ -119,9 +120,7 @@ def _attention(
     softcap: bool,
     capability: Capability,
 ) -> Iterator[Source]:
-    """The kernels for pages of these layouts and so many query columns of a kv head: one for each packed layout, of
-    which the first reads raw pages, too.
-    """
+    """The kernels for pages of these layouts and so many query columns of a kv head (`attend.launches`)."""
     limit = driver.shared_limit(capability)
     if dtype not in MATRIX_DTYPES or any(
         family_of(x).refuses("attend", x, num_columns=num_columns, shared_limit=limit) for x in layouts
