@@ -249,10 +249,10 @@ def test_sliding_windows_and_soft_caps(model, engine):
     "backend", ["kvbits_klt4", *(pytest.param(f"kvbits_klt{n}", marks=pytest.mark.night) for n in (3, 2))]
 )
 def test_keys_in_a_calibrated_basis(model, engine, calibration, backend):
-    """As above, past a frame of 256, without raw copies."""
+    """As above, past a frame of 512, without raw copies."""
     c = calibration("llama", backend.removeprefix("kvbits_"))
     llm = engine("llama", backend, {"calibration": c.path, "raw_newest": 0})
-    prompts = [random_ids(n, n) for n in (2, 63, 64, 130, 250, 330)]
+    prompts = [random_ids(n, n) for n in (2, 63, 64, 130, 250, 600)]
     for prompt in prompts:
         check(
             model("llama")[0], scheme_of(backend), prompt, generate(llm, [prompt])[0], in_chunks(len(prompt)), c, "auto"

@@ -33,7 +33,7 @@ from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
 
 FORMAT = "kvbits-calibration"
 VERSION = 4
-"""3: means of keys by runs of 64 positions, in frames of 256."""
+"""4: means of keys by runs of 16 positions, in frames of 512."""
 
 _MODEL_FIELDS = (
     "model_type",
