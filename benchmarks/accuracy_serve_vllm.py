@@ -12,11 +12,15 @@ tokens, and the last `--scored` tokens of each are scored twice:
     decode    the context as a prompt, then the same tokens forced one by one: every token reads what is stored, the
               newest one too
 
-Each is compared, position by position, with the same phase of the base (`auto`: the model's own dtype): KL over the
-`--top` most probable tokens, all others
-taken as one (so a lower bound, and exact where they hold all of the probability), |difference| of the true token's
-log-probability, perplexity, and how often the most probable token is the same. The base's decode is compared with its
-prefill, which is the noise of computing in another order.
+With `--hits` a third phase follows, in all dtypes but the base:
+
+    hit       the prompts and tokens of `decode` again. The prefix cache has the prompts, and prompts of other requests
+              have been written over their copies, so the prefix is read packed
+
+Each is compared, position by position, with the same phase of the base (`auto`: the model's own dtype), `hit` with its
+decode: KL over the `--top` most probable tokens, all others taken as one (so a lower bound, and exact where they hold
+all of the probability), |difference| of the true token's log-probability, perplexity, and how often the most probable
+token is the same. The base's decode is compared with its prefill, which is the noise of computing in another order.
 
 Tokens are forced by vLLM's trace replay where its V2 runner serves (GPU), by a logits processor where not;
 log-probabilities are the model's own in both. On a CPU it runs in the environment of
@@ -27,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import sys
@@ -40,8 +45,10 @@ from run_files import append, arguments
 Position = tuple[float, np.ndarray, np.ndarray]
 """Log-probability of the true token; the most probable tokens, int64; their log-probabilities."""
 BASE = "auto"
+PAGE = 64
+"""Tokens of a block of the prefix cache."""
 CACHE_BYTES = 2 << 30
-"""On a GPU; a fixed size, so that several such runs can share one."""
+"""Of the cache on a GPU, a fixed size, so that several such runs can share one; and of every cache with `--hits`."""
 
 
 def windows(model: Path, text: str, count: int, length: int) -> list[list[int]]:
@@ -105,7 +112,7 @@ def engine(args: argparse.Namespace, dtype: str, settings: dict[str, Any]) -> tu
         "max_num_seqs": args.windows,
         "seed": 0,
         "max_num_batched_tokens": max(args.chunk, args.windows),
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": args.hits,
         "max_logprobs": args.top,
         "skip_tokenizer_init": True,
     }
@@ -127,6 +134,8 @@ def engine(args: argparse.Namespace, dtype: str, settings: dict[str, Any]) -> tu
     import vllm_cpu
 
     options |= {"logits_processors": [forcing()]} | ({"attention_backend": "KVBITS"} if dtype == BASE else {})
+    # a share of it must hold the copies of all windows
+    options |= {"kv_cache_memory_bytes": CACHE_BYTES} if args.hits else {}
     return vllm_cpu.engine(args.model, **(options | settings)), False
 
 
@@ -170,13 +179,31 @@ def measure(
     for w in texts:
         trace = {"trace_decode_token_ids": w[n:]} if replays else {"extra_args": {"trace": w[n:]}}
         params.append(SamplingParams(max_tokens=args.scored, logprobs=args.top, **trace, **common))
-    decoded = llm.generate([{"prompt_token_ids": w[:n]} for w in texts], params, use_tqdm=False)
-    found: dict[str, list[Position]] = {"prefill": [], "decode": []}
-    for w, whole, out in zip(texts, prompts, decoded, strict=True):
-        if list(out.outputs[0].token_ids) != w[n:]:
-            raise SystemExit("vLLM decoded other tokens than those it was to score")
-        found["prefill"] += positions(whole.prompt_logprobs, w[n:], n)
-        found["decode"] += positions(out.outputs[0].logprobs, w[n:], 0)
+
+    def decode(cached: int) -> list[Position]:
+        """Log-probabilities of the forced tokens behind prompts that begin with so many cached tokens."""
+        scored: list[Position] = []
+        outputs = llm.generate([{"prompt_token_ids": w[:n]} for w in texts], params, use_tqdm=False)
+        for w, out in zip(texts, outputs, strict=True):
+            if list(out.outputs[0].token_ids) != w[n:]:
+                raise SystemExit("vLLM decoded other tokens than those it was to score")
+            if args.hits and out.num_cached_tokens != cached:
+                raise SystemExit(f"vLLM found {out.num_cached_tokens} tokens in its prefix cache, not {cached}")
+            scored += positions(out.outputs[0].logprobs, w[n:], 0)
+        return scored
+
+    found = {
+        "prefill": [p for w, out in zip(texts, prompts, strict=True) for p in positions(out.prompt_logprobs, w[n:], n)]
+    }
+    if args.hits and not llm.reset_prefix_cache():
+        raise SystemExit("vLLM did not empty its prefix cache, so no prompt would be computed")
+    found["decode"] = decode(0)
+    if args.hits and dtype != BASE:
+        # requests that run together own all rings of copies: the first still runs when the last has been computed
+        steps = len(texts) * (n // args.chunk + 2)
+        others = [{"prompt_token_ids": w[:n][::-1]} for w in texts]
+        llm.generate(others, SamplingParams(max_tokens=steps, **common), use_tqdm=False)
+        found["hit"] = decode((n - 1) // PAGE * PAGE)
     close(llm)
     return found
 
@@ -201,6 +228,12 @@ def compare(base: list[Position], other: list[Position]) -> dict[str, float]:
     }
 
 
+def along(base: list[Position], other: list[Position], scored: int) -> list[float]:
+    """Mean KL of each run of `PAGE` scored tokens, over all windows."""
+    each = np.array([divergence(p, q) for p, q in zip(base, other, strict=True)]).reshape(-1, scored)
+    return [round(float(each[:, i : i + PAGE].mean()), 6) for i in range(0, scored, PAGE)]
+
+
 def main() -> None:
     os.environ.update(
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
@@ -222,11 +255,13 @@ def main() -> None:
     parser.add_argument("--scored", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a step (max_num_batched_tokens)")
     parser.add_argument("--top", type=int, default=100)
+    parser.add_argument("--hits", action="store_true", help="decode again behind prompts of the prefix cache")
     parser.add_argument("--skip-layers", nargs="*", default=[], help="--kv-cache-dtype-skip-layers of all but the base")
     parser.add_argument(
         "--engine",
-        default="{}",
-        help="""options of all engines but the base, JSON: {"additional_config": {"kvbits": {"raw_newest": 64}}}; {scheme} in it is
+        nargs="+",
+        default=["{}"],
+        help="""options of all engines but the base, JSON, each dtype with each of them: {"additional_config": {"kvbits": {"raw_newest": 64}}}; {scheme} in it is
         the dtype without kvbits_, as in the name of a file of `kvbits calibrate`""",
     )
     args = parser.parse_args()
@@ -243,15 +278,16 @@ def main() -> None:
         "windows": args.windows,
         "chunk": args.chunk,
     }
-    measured: dict[str, dict[str, list[Position]]] = {}
-    for dtype in (BASE, *args.kv_cache_dtypes):
-        settings = json.loads(args.engine.replace("{scheme}", dtype.removeprefix("kvbits_")))
+    reference: dict[str, list[Position]] = {}
+    for dtype, text in [(BASE, "{}"), *itertools.product(args.kv_cache_dtypes, args.engine)]:
+        settings = json.loads(text.replace("{scheme}", dtype.removeprefix("kvbits_")))
         options = settings.get("additional_config", {}).get("kvbits", {})
-        settings |= {"kv_cache_dtype_skip_layers": args.skip_layers} if args.skip_layers else {}
-        measured[dtype] = measure(args, dtype, texts, settings if dtype != BASE else {})
+        settings |= {"kv_cache_dtype_skip_layers": args.skip_layers} if args.skip_layers and dtype != BASE else {}
+        measured = measure(args, dtype, texts, settings)
+        reference = reference or measured
         rows = []
-        for phase, found in measured[dtype].items():
-            base = measured[BASE]["prefill" if dtype == BASE else phase]
+        for phase, found in measured.items():
+            base = reference["prefill" if dtype == BASE else "decode" if phase == "hit" else phase]
             said = [*args.skip_layers, *(f"{name}={x}" for name, x in options.items() if name != "calibration")]
             label = dtype + "".join(f"+{x}" for x in said if dtype != BASE)
             rows.append(
@@ -259,6 +295,7 @@ def main() -> None:
                 | shape
                 | {"text": name, "tokens": len(found)}
                 | compare(base, found)
+                | ({"kl_along": along(base, found, args.scored)} if args.hits else {})
             )
         append(rows, args.out)
 

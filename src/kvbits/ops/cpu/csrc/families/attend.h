@@ -30,16 +30,15 @@ static_assert(every_format_is_served(), "a number format has no kernel, or two")
 static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   if (part.value.split) reorder_outputs(part, false);
   if (part.value.t->hadamard) turn_outputs(part);
+  const Tensor& value = part.value;
+  PlainPart plain = {part, value.trellis ? trellis_values[value.t->bands[0] - 2] : plain_value_kernels(value)};
+  plain.begin();
   if (part.key.t->bands) {
-    PlainPart values = {part};  // which plain kernels read
-    values.begin();
-    KltPart path = {part, values, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
+    KltPart path = {part, plain, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
     path.begin();
     attend_pages(path, entries);
   } else {
-    PlainPart path = {part};
-    path.begin();
-    attend_pages(path, entries);
+    attend_pages(plain, entries);
   }
   if (part.value.t->hadamard) turn_outputs(part);
   if (part.value.split) reorder_outputs(part, true);

@@ -3,7 +3,6 @@
 #include <stdint.h>
 
 #include "engine/attend/part.h"
-#include "families/klt/values.h"
 #include "kernels.h"
 
 namespace {
@@ -80,15 +79,14 @@ static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int tok
   return v;
 }
 
-static void plain_outputs(const Tensor& value, Chunk& c, const ValueArgs& v) {
-  if (value.trellis) return trellis_values[value.t->bands[0] - 2].of[c.rows - 1](v);
-  (value.raw ? plain_kernels.raw_value[value.split ? BF16_SPLIT : value.t->raw_dtype]
-             : plain_kernels.value[value.format])
-      .of[c.rows - 1](v);
+static const ByRows<ValueKernel>& plain_value_kernels(const Tensor& value) {
+  if (value.raw) return plain_kernels.raw_value[value.split ? BF16_SPLIT : value.t->raw_dtype];
+  return plain_kernels.value[value.format];
 }
 
 struct PlainPart {
   Part& part;
+  const ByRows<ValueKernel>& value_kernels;
   int64_t params = 0, params_bytes = 0;  // what of a page's scales is fetched early
 
   void begin() {
@@ -128,7 +126,7 @@ struct PlainPart {
 
   void scores(Chunk& c, const PageView& at, int token, int n) { plain_scores(part, c, at, token, n); }
   void outputs(Chunk& c, const PageView& at, int token, int n) {
-    plain_outputs(part.value, c, value_args(part, c, at, token, n));
+    value_kernels.of[c.rows - 1](value_args(part, c, at, token, n));
   }
 };
 
