@@ -61,10 +61,10 @@ def layout_of(key, value, head_dim=128, page_size=64, **_):
     return PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=8, head_dim=head_dim)
 
 
-def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, softcap=False, fold=False, raw=False):
+def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, **options):
     layout = layout_of(key, value, head_dim, page_size)
     cols = family_of(layout).columns(layout, columns)
-    return kernel_for(layout, cols, driver.shared_limit(capability), softcap=softcap, fold=fold, raw=raw)
+    return kernel_for(layout, cols, driver.shared_limit(capability), **options)
 
 
 def kernel_for(layout, cols, limit, softcap=False, **options):
@@ -445,6 +445,8 @@ def examples():
         *(layout_of(s.key, s.value) for s in map(schemes.get, ("nuq4-1%", "klt4"))),
     )
     attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq, klt)]
+    older = schemes.get("klt2")
+    attention.append(attend_kernel(older.key, older.value, (9, 0), beside=klt))
     return {kernel.source.name: dict(kernel.defines) for kernel in attention} | {
         "advance.cu": {"THREADS": decode.THREADS},
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
@@ -488,7 +490,7 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     }
     assert all(b".entry" in text for text in texts.values())
     readers, writers = (
-        {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)},
+        {("packed.cu", 0), ("banded.cu", 0), ("banded_two.cu", 0), ("codebook.cu", 0)},
         {
             ("close.cu", 1),
             ("store_banded.cu", 1),
@@ -544,6 +546,11 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
             {"spans": True},
             {"spans": True, "raw": True},
             *([{"fold": True, "raw": True}] if scheme.key.is_trellis else []),
+            *(
+                {"raw": True, "beside": dataclasses.replace(layout, key=x.key, value=x.value)} | fold
+                for x in scheme.copies
+                for fold in ({}, {"fold": True})
+            ),
         ):
             kernel = kernel_for(*common, **kind)
             spills[("attend", *kind)] = (
@@ -624,7 +631,7 @@ def test_whatever_a_core_preset_launches_compiles_for_every_card(name, capabilit
     sorted(
         {
             h
-            for name in ("raw.cu", "packed.cu", "banded.cu", "codebook.cu")
+            for name in ("raw.cu", "packed.cu", "banded.cu", "banded_two.cu", "codebook.cu")
             for h in cuda_compile.headers_of(SOURCES[name], name)
         }
     ),

@@ -86,9 +86,7 @@ class Launch:
 
         # Parts of one walk have one result. A walk begins with what is calibrated for its first part.
         two = self.kernel.beside is not None
-        walks = [
-            0 if self.kernel.raw_joins or (two and not x.key.is_raw) else i for i, x in enumerate(self.layouts)
-        ]
+        walks = [0 if self.kernel.raw_joins or (two and not x.key.is_raw) else i for i, x in enumerate(self.layouts)]
         num_walks = len(set(walks))
         slots = work_list.num_slots(self.blocks, num_walks)
         empty = functools.partial(torch.empty, device=device)

@@ -333,8 +333,6 @@ def constants(defines: Mapping[str, int]) -> str:
     return " ".join(f"constexpr {'int' if n < 2**31 else 'unsigned'} {name} = {n};" for name, n in defines.items())
 
 
-def kernel(
-    source: Path, defines: Mapping[str, int | str], shape: Shape, pieces: Pieces = (), **options: Any
-) -> Kernel:
+def kernel(source: Path, defines: Mapping[str, int | str], shape: Shape, pieces: Pieces = (), **options: Any) -> Kernel:
     """A `Kernel` of these macros."""
     return Kernel(source, tuple(defines.items()), shape, tuple(pieces), int(defines["SHARED_BYTES"]), **options)

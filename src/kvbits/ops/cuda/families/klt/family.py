@@ -60,7 +60,9 @@ class Klt(Family):
         ask = dataclasses.replace(ask, fold=ask.fold and all(map(_bytes_fit, layouts)))
         raw_joins = ask.raw and d * ask.cols <= 2048
         least = 4 * d * RAW_TOKENS[-1] if raw_joins else 0
-        chunks = [chunk] if ask.beside is None else [chunk, _chunk_beside(ask.beside, max(least, _bytes(layout, chunk)))]
+        chunks = (
+            [chunk] if ask.beside is None else [chunk, _chunk_beside(ask.beside, max(least, _bytes(layout, chunk)))]
+        )
         slot = -(-max(least, *map(_bytes, layouts, chunks)) // 128) * 128
         raw_tokens = next(n for n in RAW_TOKENS if 4 * d * n <= slot) if raw_joins else RAW_TOKENS[0]
         # with the producer and those that make queries 16 or 12 warps, and 7 where registers are needed

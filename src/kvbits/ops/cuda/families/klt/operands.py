@@ -65,7 +65,7 @@ def basis_on(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.
 
 
 def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 33, D] (None:
+    """struct InverseBasis of banded_frames.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 33, D] (None:
     zeros): int32 [H, D * D / 2 + 4 + 5 D / 2].
 
     Queries come with channels (8 i .. 8 i + 7) and those D / 2 further on as the 16 numbers of step i.
