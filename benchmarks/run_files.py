@@ -28,6 +28,14 @@ from kvbits.errors import FileFormatError
 from kvbits.files import to_json
 from kvbits.runs import FIELDS
 
+SECOND_EDITION = "2026-11-27T12"
+"""UTC from which on klt presets store trellis codes. Runs before it timed what presets of these names stored then."""
+
+
+def outdated(name: str, run: Mapping[str, Any]) -> bool:
+    """Tell whether a run timed a cache of this name in a format that the preset of that name has no more."""
+    return "klt" in name and (run["utc"] or "") < SECOND_EDITION
+
 
 def problems(data: Any) -> list[str]:
     """What keeps a result file's figures from belonging to a run: entries without one, records without a field.

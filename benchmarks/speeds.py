@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from run_files import joined, latest, read
+from run_files import joined, latest, outdated, read
 
 from kvbits.errors import counted
 from kvbits.runs import dated
@@ -48,30 +48,35 @@ def gpu_latest(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
     """preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit kernel
-    of the same run.
+    of the same run. What was timed in an earlier format is left out.
     """
-    return {
-        scheme: {shape: row["speedup_real_cache"] for shape, row in rows.items()}
-        for scheme, rows in gpu_latest(folder).items()
-    }
+    found: dict[str, dict[str, float]] = {}
+    for (scheme, shape), row in latest(_of_today(gpu_rows(folder)), ("scheme", "shape")).items():
+        found.setdefault(scheme, {})[shape] = row["speedup_real_cache"]
+    return found
+
+
+def _of_today(data: dict[str, Any], name: str = "scheme") -> dict[str, Any]:
+    """A file's data without rows of caches whose format is another one today."""
+    return data | {"rows": [r for r in data["rows"] if not outdated(r[name], data["runs"][r["run"]])]}
 
 
 def kernel_groups(folder: Path, presets: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """[{title, unit, note, bars: [{label, value, kind}]}], of the newest runs; the bars of a group are of one sitting
     on one machine where they are compared with each other, and of the newest run of each preset where each has its
-    ratio from its own run.
+    ratio from its own run. What was timed in an earlier format is left out.
 
     Args:
         presets: have a bar in every group of presets: an empty one, whose label says so, where they were not measured.
             Groups of serving have vLLM's names.
     """
-    found = _attention(gpu_rows(folder))
+    found = _attention(_of_today(gpu_rows(folder)))
     for data in _read(folder, "nvidia-*/generate.json"):
-        found += _graphed(data)
+        found += _graphed(_of_today(data))
     for group in found:
         complete(group, presets)
     for data in _read(folder, "nvidia-*/serve_vllm.json"):
-        found += _serving(data)
+        found += _serving(_of_today(data, "kv_cache_dtype"))
     return found
 
 

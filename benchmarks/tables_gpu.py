@@ -19,7 +19,8 @@ from speeds import graphed, sitting
 
 from kvbits import runs
 from kvbits.evaluate.results import read as read_evaluation
-from kvbits.report.markdown import table
+from kvbits.report.collect import Cell
+from kvbits.report.markdown import of_earlier, table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -62,8 +63,15 @@ def read(name: str) -> Row:
 
 def measured(data: Row, rows: Iterable[Row], command: str) -> str:
     """The line below a table."""
+    rows = list(rows)
     made = {r["run"]: data["runs"][r["run"]] for r in rows}
-    return f"`{command}`; {runs.dated(made.values())}."
+    return " ".join([f"`{command}`; {runs.dated(made.values())}.", *earlier(data, rows)])
+
+
+def earlier(data: Row, rows: Iterable[Row]) -> list[str]:
+    """Return a sentence about caches that rows timed in an earlier format, in a list; empty where there are none."""
+    named = ((str(r.get("scheme") or r.get("kv_cache_dtype")), data["runs"][r["run"]]) for r in rows)
+    return of_earlier(sorted({name for name, run in named if run_files.outdated(name, run)}, reverse=True))
 
 
 def short(shape: str) -> str:
@@ -527,6 +535,7 @@ def accuracy() -> str:
     """KL through the kernels of a GPU: windows in chunks of 16, and tokens decoded one by one."""
     lines: list[list[str]] = []
     made: Row = {}
+    old: list[str] = []
     for folder in sorted((RESULTS / "eval").iterdir()):
         for name in PRESETS:
             cells = [f"{folder.name}, `{name}`"]
@@ -534,12 +543,13 @@ def accuracy() -> str:
                 data = read_evaluation(folder / task / f"{name}.json")
                 s = data["summary"]
                 made |= data["runs"]
+                old += [name] * Cell.of(data).outdated
                 cells += [f"{s['kl_mean']:.4f}", f"{s['kl_max']:.3f}", f"{s['kl_lost']:.2%}"]
             lines.append(cells)
     header = ["model, cache", "windows: KL", "worst", "above 1 nat", "decoding: KL", "worst", "above 1 nat"]
     return (
         f"{table(header, lines)}\n\n`kvbits eval MODEL --device cuda --tasks fidelity,decode`, bfloat16;"
-        f" {runs.dated(made.values())}."
+        f" {' '.join([f'{runs.dated(made.values())}.', *of_earlier(old)])}"
     )
 
 
@@ -557,10 +567,13 @@ def beside_fp8() -> str:
         ratios = [f"{r[field] / r['base'][field]:.2f}x" for r, field in fields]
         lines.append([f"`{d}`", *ratios, f"{score['kl']:.4f}" if score else ""])
     header = ["dtype", "tokens that fit", "step at 48 x 8,192", "tokens/s at most", "KL"]
-    made = [of["runs"][r["run"]] for of, some in ((data, used), (judged, kl.values())) for r in some]
+    sources = ((data, used), (judged, kl.values()))
+    made = [of["runs"][r["run"]] for of, some in sources for r in some]
+    old = dict.fromkeys(sentence for of, some in sources for sentence in earlier(of, some))
     return (
         f"{table(header, lines)}\n\nOne H200, Llama-3.1-8B's geometry, over bf16; KL in nats,"
-        f" {next(iter(kl.values()))['model']} decoding in bfloat16, empty where no GPU measured it; {runs.dated(made)}."
+        f" {next(iter(kl.values()))['model']} decoding in bfloat16, empty where no GPU measured it;"
+        f" {' '.join([f'{runs.dated(made)}.', *old])}"
     )
 
 

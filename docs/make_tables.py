@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import tables_gpu  # noqa: E402
-from run_files import read  # noqa: E402
+from run_files import outdated, read  # noqa: E402
 from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
 
 from kvbits import planner, schemes  # noqa: E402
@@ -37,6 +37,7 @@ from kvbits.report.markdown import (  # noqa: E402
     change,
     conditions,
     measured,
+    of_earlier,
     percent,
     recommendations,
     recommended,
@@ -89,22 +90,33 @@ def milliseconds_table(benchmarks: Path) -> str:
     """
     rows: list[list[str]] = []
     made: list[dict[str, Any]] = []
+    timed: list[list[dict[str, Any] | None]] = []
+    runs: dict[str, dict[str, Any]] = {}
     for path in sorted(benchmarks.glob("nvidia-*/generate.json")):
         data = read(path)
+        runs |= data["runs"]
         sittings = graphed(data)
         for batch, context in TOKEN_SHAPES:
             found = sittings.get((batch, context)) or newest_tokens(data, batch, context)
             cells = [found.get((scheme, mode)) for _, scheme, mode in TOKENS]
             made += [data["runs"][r["run"]] for r in cells if r]
+            timed.append(cells)
             label = f"{batch} x {context:,} tokens"
             rows.append([label, *(UNMEASURED if r is None else f"{r['ms_per_token']:.1f}" for r in cells)])
-    note = f"Runs: {dated(made)}." if made else ""
+    old = of_earlier(
+        scheme
+        for (_, scheme, _), cells in zip(TOKENS, zip(*timed, strict=True), strict=True)
+        if any(r and outdated(scheme, runs[r["run"]]) for r in cells)
+    )
+    note = " ".join([f"Runs: {dated(made)}.", *old]) if made else ""
     return _between(MILLISECONDS, "\n\n".join([table(["", *(label for label, *_ in TOKENS)], rows), note]))
 
 
 SHORT, LONG, LONGEST = "eval-1024", "eval-8192", "eval-32768"
 """Folders beside the results, of `kvbits eval --tasks fidelity --length 1024` and `--length 8192`, in chunks of 16."""
 UNMEASURED = "not measured"
+EARLIER = "†"
+"""Mark of a cell of `preset_table` that was measured in a format which the preset has no more."""
 NOTE_WIDTH = 180
 """Characters of a line of notes under the README's tables."""
 
@@ -145,10 +157,13 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         speeds = list(gpu.get(name, {}).values())
         ratios = [r["speedup_real_cache"] for r in speeds]
         on_gpu = f"{min(ratios):.2f}-{max(ratios):.2f}x" if ratios else UNMEASURED
+        on_gpu += EARLIER * any(outdated(name, known[r["run"]]) for r in speeds)
+        of_cpu = cpu.runs.get(name, [])
+        on_cpu = cpu.cells.get(name, UNMEASURED) + EARLIER * any(outdated(name, run) for run in of_cpu)
         made.setdefault(columns[2], []).extend(of_short)
         made.setdefault(columns[3], []).extend(of_long)
         made.setdefault("GPU", []).extend(known[r["run"]] for r in speeds)
-        made.setdefault("CPU", []).extend(cpu.runs.get(name, []))
+        made.setdefault("CPU", []).extend(of_cpu)
         rows.append(
             [
                 f"`{name}`",
@@ -156,7 +171,7 @@ def preset_table(results: Results, benchmarks: Path) -> str:
                 short,
                 long,
                 on_gpu,
-                cpu.cells.get(name, UNMEASURED),
+                on_cpu,
                 "yes" if f"kvbits_{name}" in FORMATS else "no",
             ]
         )
@@ -165,6 +180,11 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         *_unfit_at({"1,024": at_short or list(models.values()), f"{HELD_AT:,}": at_length}),
         *([f"GPU: over {rivals}."] if rivals else []),
         *([cpu.note] if cpu.note else []),
+        *(
+            [f"{EARLIER}: in an earlier format, which stored otherwise than the preset of that name does today."]
+            if any(EARLIER in cell for row in rows for cell in row)
+            else []
+        ),
         "Runs: "
         + "; ".join(f"{column.removeprefix('worst ')} {dated(some)}" for column, some in made.items() if some)
         + ".",
@@ -224,18 +244,19 @@ def _finest(models: Iterable[Model]) -> list[Model]:
 
 def _worst_kl(scheme: str, models: list[Model], count: int) -> tuple[str, list[dict[str, Any]]]:
     """A cell: the largest KL over models and whose it is, with how many were measured where not all were; and the run
-    it is of.
+    it is of. Results in an earlier format count where there are no others, and the cell says so.
 
     Args:
         models: see `_finest`.
         count: how many models there are.
     """
-    there = [(m.name, measured(m)[scheme]) for m in _finest(m for m in models if scheme in measured(m))]
+    every = [(m.name, measured(m)[scheme]) for m in _finest(m for m in models if scheme in measured(m))]
+    there = [(name, c) for name, c in every if not c.outdated] or every
     if not there:
         return UNMEASURED, []
     name, worst = max(there, key=lambda pair: pair[1].summary["kl_mean"])
     some = "" if len(there) == count else f", {len(there)} of {count} models"
-    return f"{worst.summary['kl_mean']:.4f} ({name}{some})", [worst.run]
+    return f"{worst.summary['kl_mean']:.4f}{EARLIER * worst.outdated} ({name}{some})", [worst.run]
 
 
 @dataclass(frozen=True)
@@ -399,7 +420,7 @@ def length_table(benchmarks: Path) -> str:
         "read raw",
         "perplexity",
     ]
-    rows, how, made = [], [], []
+    rows, how, made, old = [], [], [], []
     texts: dict[str, None] = {}
     for models in (_models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)):
         for m in _finest(models):
@@ -409,6 +430,7 @@ def length_table(benchmarks: Path) -> str:
                 s, c = cells[name].summary, cells[name]
                 texts |= {c.info["calibration"]["text"]: None} if "calibration" in c.info else {}
                 made += list(c.runs.values())
+                old += [name] * c.outdated
                 at = "" if s["kl_worst"] is None else f"{s['kl_worst']:,}"
                 rows.append(
                     [
@@ -423,7 +445,7 @@ def length_table(benchmarks: Path) -> str:
                     ]
                 )
     calibrated = f" Calibrated on {', '.join(texts)}." if texts else ""
-    note = f"{'; '.join(how)}.{calibrated} Runs: {dated(made)}." if made else ""
+    note = " ".join([f"{'; '.join(how)}.{calibrated} Runs: {dated(made)}.", *of_earlier(old)]) if made else ""
     said = (
         f"Share of the tokens that attention read in 16 bits, heads of {NARROW}, every layer with full attention"
         " (arithmetic, no measurement):"
@@ -452,11 +474,12 @@ def chains_table(benchmarks: Path) -> str:
         "same token",
         *(f"KL, {at:,} to {2 * at - 1:,}" for at in places),
     ]
-    rows, made, chains = [], [], []
+    rows, made, chains, old = [], [], [], []
     for path, cells in found.items():
         for c in sorted(cells, key=lambda c: (-c["info"]["bits_per_element"], c["summary"]["kl_mean"])):
             s, model = c["summary"], path.parent.name
             made += list(c["runs"].values())
+            old += [c["scheme"]] * Cell.of(c).outdated
             if c["kind"] == "base":
                 chains.append(f"{model}: {s['windows']} of {c['settings']['length']:,} tokens, {s['tokens']:,} scored")
                 continue
@@ -474,7 +497,8 @@ def chains_table(benchmarks: Path) -> str:
                     *("" if one is None else f"{one['kl_mean']:.5f}" for one in by),
                 ]
             )
-    return _between(CHAINS, "\n\n".join([table(columns, rows), f"Chains of {'; '.join(chains)}. Runs: {dated(made)}."]))
+    note = " ".join([f"Chains of {'; '.join(chains)}. Runs: {dated(made)}.", *of_earlier(old)])
+    return _between(CHAINS, "\n\n".join([table(columns, rows), note]))
 
 
 def _named(result: dict[str, Any]) -> str:
@@ -523,6 +547,7 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
     """
     length = benchmarks / "nvidia-h100" / "length"
     made: list[dict[str, Any]] = []
+    old: list[str] = []
 
     def cells(folder: Path, task: str) -> list[tuple[Model, Cell]]:
         found = (
@@ -536,6 +561,7 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
             else []
         )
         made.extend(run for _, c in found for run in c.runs.values())
+        old.extend(c.scheme for _, c in found if c.outdated)
         return found
 
     def kl(value: float) -> str:
@@ -564,6 +590,7 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
     for c in sorted(rivals, key=lambda c: c["summary"]["kl_mean"]):
         s = c["summary"]
         made += list(c["runs"].values())
+        old += [c["scheme"]] * Cell.of(c).outdated
         bits = c["info"]["bits_per_element"] if c["kind"] == "simulated" else 16 / s["memory_reduction"]
         figures = (
             f"{bits:.2f}",
@@ -631,7 +658,8 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         _between(
             "points-answers",
             table(["task, model, answers", *(f"`{name}`" for name in ANSWERED)], answered)
-            + f"\n\nRuns: {dated(made)}.",
+            + "\n\n"
+            + " ".join([f"Runs: {dated(made)}.", *of_earlier(old)]),
         ),
     )
 
@@ -659,13 +687,16 @@ def decoded(results: Results) -> list[Model]:
 
 
 def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The group of bars (see `kernel_groups`) of the README's column for CPUs: the same run over the same baseline."""
+    """The group of bars (see `kernel_groups`) of the README's column for CPUs: the same run over the same baseline.
+    What was timed in an earlier format is left out.
+    """
     found = _cpu_benchmark(benchmarks)
     if found is None:
         return []
     bars = [
         {"label": name, "value": float(cell.removesuffix("x")), "kind": "stock" if name == "16-bit" else "kvbits"}
         for name, cell in found.cells.items()
+        if not any(outdated(name, run) for run in found.runs[name])
     ]
     group = {
         "title": f"Tokens on a CPU{found.instructions}",
@@ -708,13 +739,15 @@ def beside(results: Results, benchmarks: Path) -> Beside:
 
 def calculator_figures(benchmarks: Path) -> str:
     """What the calculator shows beside its arithmetic, as JSON: the worst KL of presets at `HELD_AT` tokens, and tokens
-    a second of one GPU, 16 bits and presets in a CUDA graph alike.
+    a second of one GPU, 16 bits and presets in a CUDA graph alike. What was measured in an earlier format is left out.
     """
     models = _models_in(benchmarks, LONG)
     count = len({m.name for m in _models_in(benchmarks, SHORT)})
-    loss = {name: cell for name in schemes.CORE if (cell := _worst_kl(name, models, count)[0]) != UNMEASURED}
+    cells = {name: _worst_kl(name, models, count)[0] for name in schemes.CORE}
+    loss = {name: cell for name, cell in cells.items() if cell != UNMEASURED and EARLIER not in cell}
     speed: dict[str, str] = {}
-    for (batch, context), rows in graphed(read(benchmarks / "nvidia-h200" / "generate.json")).items():
+    timed = read(benchmarks / "nvidia-h200" / "generate.json")
+    for (batch, context), rows in graphed(timed).items():
         for (scheme, mode), row in rows.items():
             name = (
                 "bf16"
@@ -723,7 +756,8 @@ def calculator_figures(benchmarks: Path) -> str:
                 if mode == "graph" and scheme in schemes.CORE
                 else None
             )
-            if name is not None and (batch, context) in TOKEN_SHAPES:
+            new = not outdated(scheme, timed["runs"][row["run"]])
+            if new and name is not None and (batch, context) in TOKEN_SHAPES:
                 found = f"{1000 * batch / row['ms_per_token']:,.0f} ({batch} x {context:,})"
                 speed[name] = f"{speed[name]}, {found}" if name in speed else found
     return json.dumps({"loss": loss, "speed": {"Llama-3.1-8B": {"H200": speed}}}, indent=1) + "\n"

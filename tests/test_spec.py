@@ -400,6 +400,26 @@ def test_a_tier_of_an_older_kvbits_is_refused_with_what_to_write():
         Scheme.from_json(text)
 
 
+def test_a_scheme_file_from_before_levels_is_whole():
+    """Its sum is over the fields that it has."""
+    spec = {"type": "QuantSpec", "format": "int8", "granularity": {"type": "PerGroup", "size": 64}, "symmetric": True}
+    spec |= {"scale_dtype": "float16", "static": False, "center": "channel", "outliers": 0.0, "pre_rope": False}
+    spec |= {"basis": None, "bands": []}
+    text = {"type": "Scheme", "name": "int8_centered", "key": spec, "value": spec | {"center": None}}
+    text |= {"num_sink_tokens": 0, "residual_length": 0, "page_size": 64, "tiers": [], "token_local": False}
+    text |= {"overrides": [], "source": "https://arxiv.org/abs/2410.02367", "sum": "5a0231be8b1d85fb"}
+    text |= {
+        "description": "int8 with each page's channel means of the keys kept apart: the safe choice, key bias or not"
+    }
+    assert Scheme.from_json(json.dumps(text)) == PRESETS["int8_centered"]
+
+
+def test_banded_codes_of_an_older_kvbits_are_refused_with_what_to_take():
+    text = PRESETS["klt2"].to_json().replace('"trellis"', '"banded"')
+    with pytest.raises(SpecError, match="older kvbits.*klt2"):
+        Scheme.from_json(text)
+
+
 def test_numpy_s_whole_numbers_become_plain_ones():
     geometry = LayerGeometry(num_kv_heads=np.int64(2), head_dim=np.int32(64), sliding_window=np.uint8(9))
     assert geometry == LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=9)

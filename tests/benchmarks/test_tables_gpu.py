@@ -38,7 +38,7 @@ def results(tmp_path, monkeypatch):
         records = {
             name: (
                 {field: None for field in runs.FIELDS}
-                | {"id": name, "session": session, "utc": f"2026-01-{day:02d}T00:00:00Z", "commit": "c0ffee00" + name}
+                | {"id": name, "session": session, "utc": f"2027-01-{day:02d}T00:00:00Z", "commit": "c0ffee00" + name}
             )
             for name, (session, day) in made.items()
         }
@@ -156,7 +156,7 @@ def served(tmp_path, monkeypatch):
             record = {
                 "id": f"r{i}",
                 "session": session,
-                "utc": f"2026-01-01T00:00:{i:02d}Z",
+                "utc": f"2027-01-01T00:00:{i:02d}Z",
                 "commit": "c0ffee00",
                 "gpu": {"name": gpu},
                 "versions": {},

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import make_tables as tables
 import pytest
-from speeds import in_words, kernel_groups
+from run_files import outdated
+from speeds import gpu_speeds, in_words, kernel_groups
 
 from kvbits import schemes
 from kvbits.errors import SpecError
@@ -36,7 +37,7 @@ def two_runs() -> dict:
         "dirty": False,
     }
     return {
-        name: dict.fromkeys(FIELDS) | {"id": name, "session": name, "utc": f"2026-01-0{day}T00:00:00Z"} | known
+        name: dict.fromkeys(FIELDS) | {"id": name, "session": name, "utc": f"2027-01-0{day}T00:00:00Z"} | known
         for day, name in enumerate(("r1", "r2"), 1)
     }
 
@@ -151,7 +152,7 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
         in notes
     )
     assert (
-        "GPU of 2026-01-01, 0123abc; of 2026-01-02, 0123abc; CPU of 2026-01-02, 0123abc." in notes
+        "GPU of 2027-01-01, 0123abc; of 2027-01-02, 0123abc; CPU of 2027-01-02, 0123abc." in notes
         and "KL at 8,192" not in notes
     )
     shutil.copytree(folder / "tiny", tmp_path / tables.LONG / "tiny")
@@ -361,9 +362,11 @@ def test_the_committed_page_has_today_s_formats_on_the_readme_s_baseline():
         for name, cell in m.tasks.get("fidelity", {}).items():
             assert (name in rows[key]) == (not cell.outdated), name
     marks = {p["name"]: p for p in data["answer"]}
-    assert {"int8_centered", "klt4", "klt3", "klt2"} <= marks.keys() <= schemes.PRESETS.keys()
+    of_today = {n for m in results.of_today().models.values() for n in m.tasks.get("fidelity", {})}
+    assert {"int8_centered"} <= marks.keys() <= schemes.PRESETS.keys() & of_today
     readme = (ROOT / "README.md").read_text()
-    for name in ("int8_centered", "klt3", "klt2"):  # their worst models are measured in float32
+    # their worst models are measured in float32
+    for name in marks.keys() & {"int8_centered", "klt3", "klt2"}:
         line = next(line for line in readme.splitlines() if line.startswith(f"| `{name}`"))
         assert f"| {marks[name]['kl']:.4f} (" in line, name
     (cpu,) = (g for g in beside.groups if "CPU" in g["title"])
@@ -371,6 +374,36 @@ def test_the_committed_page_has_today_s_formats_on_the_readme_s_baseline():
         if bar["value"] is not None and f"| `{bar['label']}`" in readme:
             line = next(line for line in readme.splitlines() if line.startswith(f"| `{bar['label']}`"))
             assert f"| {bar['value']:.2f}x |" in line
+
+
+def test_what_was_measured_in_an_earlier_format_is_marked_or_left_out(folder, monkeypatch, tmp_path):
+    """Figures of trellis codes and of what klt presets stored before stood under one name."""
+    monkeypatch.setattr(tables, "SHOWN", ("int4",))
+    results = collect(folder)
+    new = results.models["tiny"].tasks["fidelity"]["int4"]
+    old = {"type": "Scheme", "name": "int4", "residual_length": 1}
+    before = dataclasses.replace(new, info=new.info | {"scheme": old}, summary=new.summary | {"kl_mean": 9.0})
+    assert before.outdated and not new.outdated
+    both = [dataclasses.replace(m, tasks={"fidelity": {"int4": c}}) for m, c in _two_models(results, before, new)]
+    assert tables._worst_kl("int4", both, 2) == (f"{new.summary['kl_mean']:.4f} (b, 1 of 2 models)", [new.run])
+    assert tables._worst_kl("int4", both[:1], 1)[0] == f"9.0000{tables.EARLIER} (a)"
+    runs = {name: run | {"utc": {"r1": "2026-11-26", "r2": "2026-11-28"}[name]} for name, run in two_runs().items()}
+    assert outdated("klt4", runs["r1"]) and outdated("kvbits_klt2", runs["r1"])
+    assert not outdated("klt4", runs["r2"]) and not outdated("int4", runs["r1"])
+    shape = {"scheme": "klt4", "best_16_bit": "cudnn"}
+    rows = [
+        shape | {"run": run, "shape": at, "speedup_real_cache": x}
+        for run, at, x in (("r1", "a", 9.0), ("r2", "b", 2.0))
+    ]
+    (tmp_path / "nvidia-x").mkdir()
+    (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps({"runs": runs, "rows": rows}))
+    assert gpu_speeds(tmp_path) == {"klt4": {"b": 2.0}}
+    assert [g["title"] for g in kernel_groups(tmp_path)] == ["X, attention: b"]
+
+
+def _two_models(results, *cells):
+    """Models a and b with a cell each."""
+    return [(dataclasses.replace(results.models["tiny"], name=n), c) for n, c in zip("ab", cells, strict=True)]
 
 
 def test_one_command_writes_every_generated_part(tmp_path):

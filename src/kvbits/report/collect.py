@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ class Cell:
     summary: dict[str, Any]
     items: dict[str, Any]
     runs: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Cell:
+        """Take a result file's data (`evaluate.results.read`)."""
+        return cls(*(data[name] for name in ("scheme", "kind", "info", "settings", "summary", "items", "runs")))
 
     @property
     def outdated(self) -> bool:
@@ -134,10 +140,7 @@ def collect(directory: Path) -> Results:
         name = data["model"]["name"] + ("" if dtype == "bfloat16" else f"-{dtype}")
         facts[name] = data["model"]
         files.setdefault((name, data["task"]), []).append(data)
-        cell = Cell(
-            data["scheme"], data["kind"], data["info"], data["settings"], data["summary"], data["items"], data["runs"]
-        )
-        found.setdefault(name, {}).setdefault(data["task"], {})[data["scheme"]] = cell
+        found.setdefault(name, {}).setdefault(data["task"], {})[data["scheme"]] = Cell.of(data)
     if not found:
         raise SpecError(
             f"{directory} holds simulated results only; reports show what packed caches measured: run `kvbits eval`"

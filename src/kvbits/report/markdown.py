@@ -161,12 +161,16 @@ def _notes(models: dict[str, Model]) -> list[str]:
 def _of_other_formats(models: dict[str, Model]) -> list[str]:
     """Caches whose format is gone, or stored otherwise where they were measured."""
     cells = [c for m in models.values() for c in m.tasks["fidelity"].values()]
-    found = dict.fromkeys(f"`{c.scheme}`" for c in cells if c.outdated)
+    return of_earlier(c.scheme for c in cells if c.outdated)
+
+
+def of_earlier(names: Iterable[str]) -> list[str]:
+    """Return a sentence about caches that were measured in a format which the preset of that name has no more, in a
+    list; an empty list where there are none.
+    """
+    found = ", ".join(dict.fromkeys(f"`{name}`" for name in names))
     return (
-        [
-            f"{', '.join(found)}: measured in an earlier format, which stored otherwise than the preset of that name"
-            " does today."
-        ]
+        [f"{found}: measured in an earlier format, which stored otherwise than the preset of that name does today."]
         if found
         else []
     )

@@ -125,6 +125,11 @@ def from_dict(data: Any) -> Any:
         raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     if name == "QuantSpec" and fields.get("format") == "raw":
         return _TYPES[name].raw()  # type: ignore[attr-defined]
+    if name == "QuantSpec" and fields.get("format") == "banded":
+        raise SpecError(
+            "the spec was written by an older kvbits, whose 'banded' codes no kernel reads any more; take klt4, klt3 or"
+            " klt2 as they are now, or run `kvbits fit` again"
+        )
     for f in dataclasses.fields(_TYPES[name]):
         if f.name in fields and not _fits(fields[f.name], str(f.type)):
             raise SpecError(f"{name}.{f.name} is {fields[f.name]!r}, which is not {f.type}")

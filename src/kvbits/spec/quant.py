@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import SpecError
 from . import bands as banding
@@ -175,7 +175,7 @@ class QuantSpec:
     pre_rope: bool = False
     basis: str | None = None
     bands: tuple[int, ...] = ()
-    levels: str = "uniform"
+    levels: str = field(default="uniform", metadata={"said": True})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bands", tuple(self.bands))
