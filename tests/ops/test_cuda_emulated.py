@@ -297,6 +297,21 @@ def test_tables_and_queries_of_pages_with_copies(options, emulated):
     assert check(call).explain().count("blocks of") == 1
 
 
+def test_a_plan_of_pages_with_copies_follows_its_tables(emulated):
+    """The same memory, as a graph that was captured has it, while older pages and copies come and go."""
+    call = with_copies("klt2", (320, 640), (448, 192), sinks=4, tail=20)
+    plan = check(call)
+    tokens = [table.tokens.clone() for table in call.tables]
+    for part, sequence in ((0, 0), (1, 1), (0, 1)):  # 0: older pages, 1: copies
+        call.tables[part].tokens[sequence] = 0
+        plan.update(call.tables)
+        assert relative_error(plan.run(call.q, 0), call.want()[0]) < LIMIT
+    for table, before in zip(call.tables, tokens, strict=True):
+        table.tokens.copy_(before)
+    plan.update(call.tables)
+    assert relative_error(plan.run(call.q, 0), call.want()[0]) < LIMIT
+
+
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])
 def test_pages_with_copies_without_the_copy_engine(emulated):
     check(with_copies("klt3", (320, 64), (192, 448), sinks=4, tail=20))

@@ -2,8 +2,9 @@
 no kernel reads packed, are left to `ops.long_queries`.
 
 Everything is allocated when a plan is made. `update` is a launch that turns lengths on the device into a work list
-(work_list.cu), `run` one that reads it; both can be captured in a CUDA graph. Each packed format has launches of its
-own, whose results are merged; the first reads raw pages, too.
+(work_list.cu), `run` one that reads it; both can be captured in a CUDA graph. Each packed format has a kernel of
+its own, or two formats that a family reads together have one. Their results are merged; the first kernel reads raw
+pages, too.
 """
 
 from __future__ import annotations

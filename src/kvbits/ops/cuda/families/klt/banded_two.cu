@@ -13,7 +13,7 @@ OLDER_FORMAT
 #include "banded_walk.cuh"
 #include "packed_attend.cuh"
 }
-#include "again.cuh"
+#include "banded_again.cuh"
 namespace newer {
 NEWER_FORMAT
 #include "banded_walk.cuh"
