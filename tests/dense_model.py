@@ -59,6 +59,8 @@ class DenseSequence:
         """k, v: [n, H, D] of the model's dtype."""
         g, owner = self.group, self.owner
         tokens = list(zip(k, v, strict=True))
+        if not tokens:  # what a speculation left for later closes with the next token
+            return
         sinks = max(0, g.num_sink_tokens - self.length)
         self.sink += tokens[:sinks]
         self.tail += tokens[sinks:] if not g.token_local else self.stored(tokens[sinks:])

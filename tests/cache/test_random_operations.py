@@ -130,7 +130,7 @@ class CacheMachine(RuleBasedStateMachine):
             residual, tiers, copies = 0, (), ()
         if tiers or pair == (RAW, RAW):
             copies = ()
-        if copies and pair[0].is_banded:  # of the same basis
+        if copies and pair[0].is_trellis:  # of the same basis
             copies = (Copies(num_tokens=64, key=replace(pair[0], bands=(6,)), value=replace(pair[1], bands=(4,))),)
         scheme = Scheme(
             name="random",

@@ -1,5 +1,6 @@
 """What `kvbits check` found, kept for engines that start."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import tiny
 import torch
 
+from kvbits import schemes
 from kvbits.calibrate import checked
 from kvbits.calibrate.checked import Checked
 from kvbits.integrations.engine.calibrated import accuracy
@@ -38,6 +40,23 @@ def test_it_is_found_by_the_weights_and_the_preset(folder, home):
     (file,) = home.iterdir()
     file.write_text("{")
     assert checked.find(model, "klt4") is None, "a damaged file is none"
+
+
+def test_a_preset_that_changed_is_not_measured(folder, home, monkeypatch):
+    """Neither one with other fields nor one whose pages have other bytes."""
+    model = ModelRef(folder)
+    checked.keep(model, "klt2", FOUND)
+    (file,) = home.iterdir()
+    file.with_name(f"{checked.key_of(model)}-klt2.json").write_bytes(file.read_bytes())
+    with monkeypatch.context() as other:
+        other.setitem(schemes.PRESETS, "klt2", schemes.get("klt2", copies=()))
+        assert checked.find(model, "klt2") is None
+    with monkeypatch.context() as other:
+        other.setattr(checked, "FORMATS_VERSION", checked.FORMATS_VERSION + 1)
+        assert checked.find(model, "klt2") is None
+    with monkeypatch.context() as other:
+        other.setitem(schemes.PRESETS, "klt2", dataclasses.replace(schemes.get("klt2"), description="in other words"))
+        assert checked.find(model, "klt2") == FOUND
 
 
 def test_an_engine_says_what_was_measured_or_that_nothing_was(folder, home):

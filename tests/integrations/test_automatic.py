@@ -7,8 +7,8 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvbits import KVCache, planner
-from kvbits.calibrate import checked
+from kvbits import KVCache, planner, schemes
+from kvbits.calibrate import calibrate, checked
 from kvbits.calibrate.checked import Checked
 from kvbits.errors import CalibrationError, SpecError, UnsupportedError
 from kvbits.integrations import huggingface
@@ -100,6 +100,20 @@ def test_transformers_take_what_a_capacity_needs(model, folder, monkeypatch, cap
             assert cache.pages.spec.scheme.name == name and cache.pages.max_tokens == CONTEXT
         said = capsys.readouterr().err
         assert f"scheme {name} is chosen" in said and "klt4 fails its check" in said
+
+
+def test_transformers_take_a_calibration_for_the_formats_that_need_one(model, folder, monkeypatch):
+    keep(model, klt3=True)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.randint(3, 80, (4, 700), generator=torch.Generator().manual_seed(0))
+    given = calibrate(loaded, list(tokens.split(1)), schemes.get("klt4"))
+    least = planner.plan(model.layers, ["int8_centered"], context=CONTEXT).rows[0].total_bytes / (1 - planner.RESERVE)
+    for free, name in ((least + 2, "int8_centered"), (least - 2, "klt3")):
+        monkeypatch.setattr(huggingface, "free_bytes", lambda device, free=free: int(free))
+        cache = KVCache.for_model(loaded, "auto", calibration=given, max_tokens=CONTEXT)
+        assert cache.pages.spec.scheme.name == name
+    with pytest.raises(CalibrationError):
+        KVCache.for_model(loaded, "int8_centered", calibration=given)
 
 
 @pytest.mark.parametrize(("sizes", "free", "way_out"), [({}, 1 << 30, "max_tokens"), ({"max_tokens": 8}, 0, "name")])

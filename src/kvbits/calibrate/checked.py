@@ -1,16 +1,19 @@
-"""Results that `kvbits check` found for a model. They are kept by the model's files (`kept.key_of`) and the preset. An
-engine reports the result when it starts.
+"""Results that `kvbits check` found for a model. They are kept by the model's files (`kept.key_of`), the preset and
+what it stores, so that a preset that changed counts as not measured. An engine reports the result when it starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass
 
+from .. import schemes
 from ..errors import KvbitsError, SpecError
 from ..files import cache_folder, cache_folders, to_json, warn_not_kept, whole
 from ..model_ref import ModelRef
+from ..spec import FORMATS_VERSION, to_dict
 from .kept import key_of
 
 FOLDER = "checks"
@@ -44,7 +47,7 @@ def keep(model: ModelRef, preset: str, found: Checked) -> None:
     if (key := key_of(model)) is None:
         return
     try:
-        with whole(cache_folder(FOLDER) / f"{key}-{preset}.json") as path:
+        with whole(cache_folder(FOLDER) / _name(key, preset)) as path:
             path.write_text(to_json(dataclasses.asdict(found)))
     except (OSError, SpecError) as error:
         warn_not_kept("results of `kvbits check`", error)
@@ -52,16 +55,25 @@ def keep(model: ModelRef, preset: str, found: Checked) -> None:
 
 def find(model: ModelRef, preset: str) -> Checked | None:
     """Return the result that is kept, or None if there is none or files cannot be read."""
+    if preset not in schemes.PRESETS:
+        return None
     try:
         key = key_of(model)
     except (OSError, KvbitsError):
         return None
     for folder in cache_folders(FOLDER):
         try:
-            return Checked(**json.loads((folder / f"{key}-{preset}.json").read_text()))
+            return Checked(**json.loads((folder / _name(key, preset)).read_text()))
         except (OSError, ValueError, TypeError):
             continue
     return None
+
+
+def _name(key: str, preset: str) -> str:
+    """The file of a result: of the model, the preset, and 8 hex digits of what pages of the preset hold."""
+    stored = dataclasses.replace(schemes.PRESETS[preset], source="", description="")
+    text = json.dumps([FORMATS_VERSION, to_dict(stored)], sort_keys=True)
+    return f"{key}-{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
 def said(model: ModelRef, preset: str) -> str:

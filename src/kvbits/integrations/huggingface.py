@@ -148,7 +148,7 @@ class KVCache(Closed, Cache):
             calibration: or its file, of schemes with a basis, instead of the model's own in the user's cache folder,
                 which is found by the weights or made once (seconds to minutes, with a progress bar; `calibrate.kept`);
                 needed by schemes with static scales. Refused if made for a model of another shape or other rotary
-                parameters.
+                parameters, or beside a named scheme that takes none. "auto" leaves it out where it chooses such a one.
             calibrate: False takes what is kept and makes nothing.
             backend: "auto", or one backend for every op.
             dense: leave the model its own attention and hand it dense tensors, made of the pages one layer at a time:
@@ -189,9 +189,12 @@ class KVCache(Closed, Cache):
             )
         ref, ranks = ModelRef.of(model), Ranks.of(model)
         config, device = text_config(ref.config), device_of(model)
-        if scheme == "auto":
+        automatic = scheme == "auto"
+        if automatic:
             scheme = _chosen(ref, ranks.layers(ref.layers), device, batch_size, max_tokens)
         chosen = scheme_for(ref, scheme)
+        if automatic and not chosen.needs_calibration:
+            calibration = None
         if (unfit := unfit_for(model, chosen)) is not None:
             warnings.warn(unfit, KvbitsWarning, stacklevel=2)
         layers = stored_layers(ranks.layers(ref.layers), chosen, model)
