@@ -16,7 +16,6 @@ from ...runs import cores
 from ...spec import LayerGroup, PageLayout
 from .. import long_queries
 from ..decode import parts_of
-from ..descriptor import MATRIX_DTYPES
 from . import attend, close, decode, merge, store
 from .engine import kernels, work_list
 from .engine.launch import ask_of
@@ -122,9 +121,7 @@ def _attention(
 ) -> Iterator[Source]:
     """The kernels for pages of these layouts and so many query columns of a kv head (`attend.launches`)."""
     limit = driver.shared_limit(capability)
-    if dtype not in MATRIX_DTYPES or any(
-        family_of(x).refuses("attend", x, num_columns=num_columns, shared_limit=limit) for x in layouts
-    ):
+    if attend.refuses_kernel(layouts, num_columns * layouts[0].num_kv_heads, dtype, 1, limit):
         return
     for own in attend.launches(layouts):
         ask = ask_of([layouts[i] for i in own], num_columns, dtype, softcap, False, limit)

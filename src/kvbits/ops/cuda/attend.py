@@ -20,8 +20,8 @@ from .. import long_queries
 from ..descriptor import MATRIX_DTYPES
 from ..long_queries import LongQueries
 from ..types import PageStore, Table
-from .engine.kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, indexed
-from .engine.launch import Launch
+from .engine.kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, indexed, refuses_memory
+from .engine.launch import Launch, ask_of
 from .engine.runtime import driver
 from .engine.work_list import MOST_PARTS
 from .families import family_of
@@ -71,11 +71,15 @@ def refuses_kernel(
         return f"{together} parts that one kernel reads; it takes 1 to {MAX_PARTS}"
     if len({x.raw_dtype for x in layouts if x.key.is_raw}) > 1:
         return "raw parts differ in dtype"
-    limits: dict[str, Any] = {
-        "num_columns": num_queries * num_q_heads // layouts[0].num_kv_heads,
-        "shared_limit": shared_limit,
-    }
-    return next((why for x in layouts if (why := family_of(x).refuses("attend", x, **limits))), None)
+    columns = num_queries * num_q_heads // layouts[0].num_kv_heads
+    for x in layouts:
+        if why := family_of(x).refuses("attend", x, num_columns=columns, shared_limit=shared_limit):
+            return why
+    for own in launches(layouts) if shared_limit is not None else []:
+        read = [layouts[i] for i in own]
+        if why := refuses_memory(read[0], ask_of(read, columns, dtype, False, False, shared_limit)):
+            return why
+    return None
 
 
 def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:

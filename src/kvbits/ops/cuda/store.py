@@ -4,6 +4,8 @@ slots from the device.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ...errors import DataError
@@ -32,7 +34,20 @@ def refuses_layout(
         return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"
     if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (layout.key, layout.value)):
         return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
-    return family_of(layout).stores.refuses_layout(layout, dtype)
+    return family_of(layout).stores.refuses_layout(layout, dtype) or _refuses_memory(layout, capability, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _refuses_memory(layout: PageLayout, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """Say why a block of a kernel that stores tokens does not fit the shared memory of such a device, or None."""
+    sources = family_of(layout).stores.sources(layout, dtype, capability)
+    nbytes, limit = max(int(x.macros.get("SHARED_BYTES", 0)) for x in sources), driver.shared_limit(capability)
+    if nbytes <= limit:
+        return None
+    return (
+        f"{layout.key.format}/{layout.value.format} pages of {layout.page_size} tokens at head_dim={layout.head_dim}"
+        f" take {nbytes} bytes of shared memory, and a block of this GPU has {limit}; use smaller pages"
+    )
 
 
 def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:

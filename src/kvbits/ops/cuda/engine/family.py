@@ -178,7 +178,9 @@ class Family:
         return 8
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel | None:
-        """The attention kernel; None where shared memory is too small for any shape."""
+        """The attention kernel. Where shared memory is too small for any shape it is None, or the smallest one, whose
+        bytes are above `ask.shared_limit`.
+        """
         raise NotImplementedError
 
     def reads_beside(self, layout: PageLayout, other: PageLayout) -> bool:

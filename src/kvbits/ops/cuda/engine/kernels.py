@@ -98,17 +98,34 @@ def is_wide(layouts: Sequence[PageLayout]) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
+def _made(layout: PageLayout, ask: Ask) -> Kernel | None:
+    return family_of(layout).attention(layout, ask)
+
+
+def refuses_memory(layout: PageLayout, ask: Ask) -> str | None:
+    """Say why no shape of the kernel for pages of a layout fits the shared memory of a block, or None."""
+    made = _made(layout, ask)
+    if made is None:
+        return family_of(layout).refuses("attend", layout, shared_limit=ask.shared_limit)
+    if made.shared_bytes <= ask.shared_limit:
+        return None
+    formats = " and ".join(f"{x.key.format}/{x.value.format}" for x in (layout, ask.beside) if x is not None)
+    return (
+        f"{formats} pages of {layout.page_size} tokens at head_dim={layout.head_dim} take {made.shared_bytes} bytes of"
+        f" shared memory, and a block of this GPU has {ask.shared_limit}; use smaller pages"
+    )
+
+
 def kernel_for(layout: PageLayout, ask: Ask) -> Kernel:
     """The instantiation for pages of a layout.
 
     Raises:
         UnsupportedError: no shape of it fits the shared memory.
     """
-    family = family_of(layout)
-    found = family.attention(layout, ask)
-    if found is None:
-        raise UnsupportedError(f"attend on cuda: {family.refuses('attend', layout, shared_limit=ask.shared_limit)}")
-    return found
+    made = _made(layout, ask)
+    if made is None or made.shared_bytes > ask.shared_limit:
+        raise UnsupportedError(f"attend on cuda: {refuses_memory(layout, ask)}")
+    return made
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,21 +70,19 @@ class Klt(Family):
         large = d * ask.cols > 128 * 8
         steps = max(map(_key_steps, layouts))
         units = [1 if large or n % 64 else 2 for n in chunks]
-        chosen = shape.fitting(  # more than two slots were no faster, and merging wants the room
-            ask,
-            slot,
-            chunk,
-            units[0],
-            4 if large else MOST_WARPS,
-            deep=False,
-            own_bytes=lambda warps: _frame_ring_bytes(d, steps, warps, ask.fold),
-        )
-        ring = shape.ring_bytes(ask, chosen, slot) + _frame_ring_bytes(d, steps, chosen.warps, ask.fold)
-        defines: dict[str, int | str] = dict(
-            shape.frame_defines(ask, chosen, ring, merge_cols=4 if ask.fold else None, own_start=True)
-        )
+        makers, most_tiles = _makers(d)
+        for tiles in range(most_tiles, 0, -1):  # fewer only where no other shape fits
+            own_bytes = functools.partial(_frame_ring_bytes, d, steps, makers=makers, tiles=tiles, fold=ask.fold)
+            chosen = shape.fitting(  # more than two slots were no faster, and merging wants the room
+                ask, slot, chunk, units[0], 4 if large else MOST_WARPS, deep=False, own_bytes=own_bytes
+            )
+            ring = shape.ring_bytes(ask, chosen, slot) + own_bytes(chosen.warps)
+            defines: dict[str, int | str] = dict(
+                shape.frame_defines(ask, chosen, ring, merge_cols=4 if ask.fold else None, own_start=True)
+            )
+            if int(defines["SHARED_BYTES"]) <= ask.shared_limit:
+                break
         defines |= shape.slot_defines(chosen, slot, raw_tokens, raw_joins)
-        makers, tiles = _makers(d)
         defines |= {"MAKERS": makers, "FRAME_TILES": tiles, "FOLDED": int(ask.fold), "MOST_KEY_STEPS": steps}
         formats = [_format_defines(*of, i) for i, of in enumerate(zip(layouts, chunks, units, strict=True))]
         if ask.beside is None:
@@ -229,13 +228,12 @@ def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> 
 
 
 def _makers(head_dim: int) -> tuple[int, int]:
-    """Warps that make queries in the keys' basis, and tiles of them in shared memory."""
+    """Warps that make queries in the keys' basis, and the most tiles of them in shared memory."""
     return (4, 3) if head_dim <= 128 else (2, 2)
 
 
-def _frame_ring_bytes(d: int, steps: int, warps: int, fold: bool) -> int:
+def _frame_ring_bytes(d: int, steps: int, warps: int, *, makers: int, tiles: int, fold: bool) -> int:
     """Shared memory of those warps (struct FrameRing of banded_frames.cuh), steps: of keys in the basis."""
-    makers, tiles = _makers(d)
     tile = 144 + 64 * OFFSETS + 512 * steps
     scratch = 32 * (d + 32) + d * (64 + 4 * (16 if fold else 2)) + makers * 128
     return -(-(tiles * (tile + 16) + scratch + 4 * warps) // 16) * 16
