@@ -17,6 +17,7 @@ from ops.cuda_cases import Call, Case, make, relative_error
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cuda import attend as attend_cuda
+from kvbits.ops.cuda.engine.shape import FOLD_COLUMNS
 from kvbits.ops.cuda.families.plain.family import Plain
 from kvbits.ops.types import PageStore, Table
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
@@ -183,7 +184,20 @@ def tables():
     yield Case(key=RAW, value=RAW, lengths=LENGTHS, num_queries=64, slabs=3, spans=True, sinks=4)
 
 
-def check(call: Call, plan=None, limit=LIMIT):
+def limits(case: Case) -> dict[str, float]:
+    """Return the largest errors of a case's results and log-sum-exps, as `check` takes them.
+
+    Trellis keys of up to four query columns are multiplied with whole numbers of 16 bits. Some fields of key bytes keep
+    ten of these (banded_queries.cuh). A score is then off by about 2**-9 of the spread of all scores. Keys of magnitude
+    1 spread them by 1.5. Keys of magnitude 50 spread them by 70, so exponents of 2 and results are off by tens of
+    times as much.
+    """
+    if case.key.is_trellis and case.magnitude > 1 and case.group * case.num_queries <= FOLD_COLUMNS:
+        return {"limit": 10 * LIMIT, "lse_limit": 1e-2 * case.magnitude}
+    return {}
+
+
+def check(call: Call, plan=None, limit=LIMIT, lse_limit=1e-2):
     """What a plan gives for a call, against float64; made and up to date if None."""
     plan = plan or call.plan()
     want, want_lse = call.want()
@@ -193,9 +207,8 @@ def check(call: Call, plan=None, limit=LIMIT):
     assert relative_error(out, want) < limit
     finite = torch.isfinite(want_lse)
     torch.testing.assert_close(torch.isfinite(lse), finite)
-    # A score's error is that of q in float16 next to its size: scores of 1000 are off by tenths, of banded keys of 8
-    # bits by more.
-    np.testing.assert_allclose(lse[finite].double().cpu(), want_lse[finite].cpu(), rtol=2e-3, atol=1e-2)
+    # A score's error is that of q in float16 next to its size: scores of 1000 are off by tenths.
+    np.testing.assert_allclose(lse[finite].double().cpu(), want_lse[finite].cpu(), rtol=2e-3, atol=lse_limit)
     return out
 
 
@@ -204,7 +217,7 @@ def check(call: Call, plan=None, limit=LIMIT):
 def test_agrees_with_float64(case):
     call = make(case, "cuda")
     plan = call.plan()
-    first = check(call, plan)
+    first = check(call, plan, **limits(case))
     assert torch.equal(first, plan.run(call.q, 0)), "two runs give the same bits"
 
 

@@ -89,7 +89,8 @@ struct BandPlane {
     }
     static constexpr u32 mask(int load) { return (1u << BITS + joined(load)) - 1; }
     /// As bytes, fields that are not joined move down to the lane's first one, and further by whole fours of bits: they
-    /// are times 2**(bit % 4), and the queries' numbers lose few of their bits.
+    /// are times 2**(bit % 4), and the queries' numbers lose few of their bits. Joined fields stay where they are:
+    /// to move them would take an instruction a word. Numbers lose 4 bits at most to 2-bit planes, 6 to 1-bit ones.
     static constexpr bool moves(int load) { return BYTES && !joined(load); }
     static DEVICE int exponent(int load, int j, int c) {
         return moves(load) ? bit(load, j) % 4 : lane_bit(load, c) + bit(load, j);
