@@ -47,7 +47,9 @@ def _klt(bits: int, bands: tuple[int, ...], residual_length: int = 128, copies: 
         description=(
             f"trellis codes: keys of {min(bands)} to {max(bands)} bits by importance in a calibrated basis, values of"
             f" {bits} bits turned by a Hadamard, one 8-bit scale per token"
-            + "".join(f", {c.num_tokens} newer tokens read from {c.value.bits} bits" for c in copies)
+            + "".join(
+                f"; the {c.num_tokens} tokens behind the raw ones read from {c.value.bits}-bit copies" for c in copies
+            )
         ),
     )
 

@@ -447,7 +447,7 @@ def test_a_copy_that_a_failed_pass_wrote_over_is_let_go(gpu):
     [{"residual_length": 20}, {"residual_length": 0, "copies": (), "token_local": True}],
     ids=["closed", "token_local"],
 )
-def test_pages_of_banded_codes_are_stored_in_the_frame_of_their_position(options, gpu):
+def test_pages_of_trellis_codes_are_stored_in_the_frame_of_their_position(options, gpu):
     """Keys in a calibrated basis, turned back by where their page lies: the device says so.
 
     Codes are the host's but for ties of products.

@@ -16,7 +16,7 @@ from kvbits import schemes
 from kvbits.cache.explain import ranges
 from kvbits.calibrate import calibrate, prompts_from_text
 from kvbits.errors import SpecError
-from kvbits.evaluate.check import MOSTLY_RAW, Limits, check, remedies, require_length
+from kvbits.evaluate.check import MOSTLY_RAW, Limits, check, remedies, require_length, usual_length
 from kvbits.evaluate.fidelity import DECODING_CHUNK, read_raw
 from kvbits.evaluate.texts import novel
 from kvbits.geometry import layer_geometries
@@ -225,6 +225,21 @@ def test_windows_too_short_for_a_scheme_are_refused_before_the_model_loads(monke
         require_length(chosen, layers, length)
     with pytest.raises(SpecError, match="show nothing of its codes"):
         check(model, torch.zeros(1, length, dtype=torch.int64), chosen)
+
+
+def test_windows_are_as_long_as_a_scheme_needs_unless_told_otherwise(monkeypatch, tmp_path):
+    model = tiny.model()
+    layers = layer_geometries(model.config)
+    lengths = {name: usual_length(schemes.for_layers(name, layers), layers) for name in schemes.PRESETS}
+    for name, length in lengths.items():
+        require_length(schemes.for_layers(name, layers), layers, length)
+    assert {n for n, length in lengths.items() if length > 512} == {"klt3", "klt2", "tiered", "tiered_8k"}
+    loads(monkeypatch, lambda: model, tiny.tokenizer())
+    file = tmp_path / "long_tail.json"
+    file.write_text(schemes.get("int4", residual_length=512).to_json())
+    found = run_json(f"check tiny --scheme {file} --windows 1 --max-ppl-change 1 --max-kl 100")
+    assert found["overall"]["tokens"] > 512
+    error(f"check tiny --scheme {file} --length 512", "show nothing of its codes", "--length")
 
 
 def test_the_shortest_window_that_is_taken_shows_codes():

@@ -59,6 +59,18 @@ def run(
     ).run(model, tiny.tokenizer(), progress=False)
 
 
+def test_results_of_klt_s_older_formats_are_not_gone_on_from(model, tmp_path):
+    text = Text("other", novel()[9000:30000])
+    run(model, tmp_path, ["klt2", "int8"], calibration_text=text, windows=1)
+    path = tmp_path / "tiny-float32" / "fidelity" / "klt2.json"
+    older = results.read(path)
+    del older["settings"]["formats"]
+    path.write_text(results.dumps(older))
+    run(model, tmp_path, ["int8"], windows=2)
+    with pytest.raises(SpecError, match="formats is .* give another --out"):
+        run(model, tmp_path, ["klt2"], calibration_text=text, windows=2)
+
+
 def test_a_run_leaves_one_file_per_cache_with_everything_its_figures_depend_on(model, tmp_path):
     found = run(model, tmp_path)["fidelity"]
     assert list(found) == ["32-bit", "int8", "int4"]

@@ -97,7 +97,7 @@ def kvquant_specs(fmt: str, group: int = 32) -> list[QuantSpec]:
 
 
 def trellis(*bands: int, basis: str | None = None, center: str | None = None) -> QuantSpec:
-    """Banded codes of these widths."""
+    """Trellis codes of these widths."""
     return QuantSpec(
         format="trellis", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center
     )

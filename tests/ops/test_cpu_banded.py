@@ -1,4 +1,4 @@
-"""CPU kernels of banded codes and their bases against float64 over the dequantized pages, for every tier that this
+"""CPU kernels of trellis codes and their bases against float64 over the dequantized pages, for every tier that this
 machine can run.
 """
 

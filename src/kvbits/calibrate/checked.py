@@ -61,6 +61,8 @@ def find(model: ModelRef, preset: str) -> Checked | None:
         key = key_of(model)
     except (OSError, KvbitsError):
         return None
+    if key is None:
+        return None
     for folder in cache_folders(FOLDER):
         try:
             return Checked(**json.loads((folder / _name(key, preset)).read_text()))

@@ -40,8 +40,11 @@ class Checked(InDtype):
         shown="klt: what is kept of the model, made once; else the novel's end",
     )
     windows: int = setting(2, "Windows that confirm; the first is looked into layer by layer.", least=1)
-    length: int = setting(
-        512, "Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.", tokens=2
+    length: int | None = setting(
+        None,
+        "Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.",
+        tokens=2,
+        shown="512; more where a scheme reads all of those raw or from finer copies",
     )
     limits: Limits = field(default_factory=Limits)
 
@@ -71,21 +74,22 @@ def check(options: Checked) -> None:
     from ..calibrate import Calibration
     from ..evaluate.calibrator import Calibrator, chosen_for
     from ..evaluate.check import check as screen
-    from ..evaluate.check import require_length
+    from ..evaluate.check import require_length, usual_length
     from ..evaluate.texts import windows
     from ..integrations.models import load_tokenizer
 
     scheme = schemes.for_layers(chosen, ref.layers)
-    require_length(scheme, ref.layers, options.length)
+    length = usual_length(scheme, ref.layers) if options.length is None else options.length
+    require_length(scheme, ref.layers, length)
     given = [] if options.calibration is None else [Calibration.load(options.calibration)]
     for one in given:
         one.fitted(ref.config, scheme)
     (source,), given = chosen_for(ref, [scheme], (source,), given, to_calibrate, say=tell)
-    ids = windows(load_tokenizer(ref), source, count=options.windows, length=options.length, limit=ref.max_context)
+    ids = windows(load_tokenizer(ref), source, count=options.windows, length=length, limit=ref.max_context)
     lm, tokenizer = options.load()
     calibrator = Calibrator(lm, tokenizer, to_calibrate, tests=(source,), given=given, say=tell)
     found = screen(lm, ids, chosen, limits=options.limits, calibration=calibrator, say=tell)
-    asked = f"--text {source.name} --windows {options.windows} --length {options.length}"
+    asked = f"--text {source.name} --windows {options.windows} --length {length}"
     _keep(found, ref, chosen, asked)
     if options.as_json:
         print_json({"run": runs.record(), "model": options.model, "text": source.name} | found.to_dict())

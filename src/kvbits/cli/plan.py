@@ -378,9 +378,11 @@ def _finer(names: list[str]) -> str:
     """Return which tokens of these formats of vLLM have copies in finer ones, for a sentence; "" where none have."""
     from ..integrations.engine.served import FORMATS
 
-    of = {name: sum(c.num_tokens for c in FORMATS[name].copies) for name in names}
-    said = [f"{tokens:,} behind them ({name})" for name, tokens in of.items() if tokens]
-    return f" and in finer formats the {', '.join(said)}" if said else ""
+    of: dict[int, list[str]] = {}
+    for name in names:
+        of.setdefault(sum(c.num_tokens for c in FORMATS[name].copies), []).append(name)
+    said = [f"{tokens:,} behind the newest ({', '.join(some)})" for tokens, some in of.items() if tokens]
+    return f", and the {' and the '.join(said)} in finer formats" if said else ""
 
 
 def _short_sequences(found: Plan) -> list[str]:

@@ -1,7 +1,7 @@
 """Calibrations of schemes that need one, for every command: on which text, on how much of it, and where they are kept.
 
-    QUICK          4 windows of 512 tokens       the demo: seconds
-    USUAL          32 windows of 512 tokens      eval, check, lm-eval, where what is kept of the model saw their texts
+    QUICK          4 windows of 576 tokens       the demo: seconds
+    USUAL          32 windows of 576 tokens      eval, check, lm-eval, where what is kept of the model saw their texts
     thorough()     128 of 256, 16 of 1,024 for bases, or 16 of 2,048 for codebooks, which see a gradient per token
                                                  `kvbits calibrate`, whose files last
 
@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..calibrate import Calibration, kept
+from ..calibrate.moments import BEGINNING
 from ..calibrate.sampling import Sample, about, calibrated
 from ..errors import CalibrationError, SpecError
 from ..model_ref import ModelRef
+from ..spec import FRAME
 from .texts import Text, first_half_of_novel, novel_end
 
 if TYPE_CHECKING:
     from ..spec import Scheme
 
-QUICK, USUAL = Sample(4, 512), Sample(32, 512)
+_LENGTH = FRAME + BEGINNING
+"""Tokens of a window: fewer do not show a basis every position of a frame."""
+QUICK, USUAL = Sample(4, _LENGTH), Sample(32, _LENGTH)
 
 
 def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) -> None:

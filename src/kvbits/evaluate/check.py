@@ -43,6 +43,10 @@ KEY_OFFSET = 30.0
 left for the others.
 """
 SINK_SHARE = 0.25
+SHORTEST = 512
+"""Tokens of a window, unless a scheme shows nothing of its codes there."""
+LONGEST = 1 << 17
+"""Tokens up to which windows are looked for that show codes."""
 LONG = 4096
 """Tokens of the windows that a verdict on mostly raw ones leads to."""
 MOSTLY_RAW = 0.5
@@ -239,34 +243,41 @@ def look_further(model: ModelRef, scheme: Scheme, length: int, chunk: int) -> in
     return wanted if wanted > length else None
 
 
+def usual_length(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> int:
+    """Return how many tokens a window has unless told otherwise: `SHORTEST`, or twice as many as show codes of a scheme
+    that reads all of those raw or from finer copies.
+    """
+    groups = _packed(scheme, layers)
+    if _shown(groups, SHORTEST):
+        return SHORTEST
+    return 2 * next((n for n in range(SHORTEST, LONGEST, QUERIES) if _shown(groups, n)), LONGEST)
+
+
 def require_length(scheme: Scheme, layers: tuple[LayerGeometry, ...], length: int) -> None:
     """Refuse windows so short that a scheme stores nothing of them in few bits before the queries that look at it.
 
     Raises:
         SpecError: naming a length that does.
     """
-    groups = CacheSpec(scheme=scheme, layers=layers).groups
-    packed = [g for g in groups if not (g.key.is_raw and g.value.is_raw)]
-    history = length - QUERIES
-    if history >= 1 and (not packed or any(g.token_local or _shows_codes(g, history) for g in packed)):
+    if _shown(_packed(scheme, layers), length):
         return
-    least = (
-        min(
-            (
-                g.num_sink_tokens + g.residual_length + sum(c.num_tokens for c in g.copies) + g.page_size
-                for g in packed
-                if not g.token_local
-            ),
-            default=0,
-        )
-        + 1
-        + QUERIES
-    )
     raise SpecError(
         f"scheme {scheme.name!r} keeps its newest {scheme.residual_length:,} tokens raw and an unfinished page"
         f"{_read_finer(scheme)}, and the newest {QUERIES} of a window look at what is before them: windows of"
-        f" {length:,} tokens show nothing of its codes; give longer ones, --length {max(512, 2 * least)} for example"
+        f" {length:,} tokens show nothing of its codes; give longer ones, --length {usual_length(scheme, layers)} for"
+        " example"
     )
+
+
+def _packed(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> list[LayerGroup]:
+    groups = CacheSpec(scheme=scheme, layers=layers).groups
+    return [g for g in groups if not (g.key.is_raw and g.value.is_raw)]
+
+
+def _shown(packed: list[LayerGroup], length: int) -> bool:
+    """Tell whether the newest queries of a window look at codes of these groups, or there are no codes."""
+    history = length - QUERIES
+    return history >= 1 and (not packed or any(g.token_local or _shows_codes(g, history) for g in packed))
 
 
 def _shows_codes(group: LayerGroup, num_tokens: int) -> bool:

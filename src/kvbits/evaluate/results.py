@@ -36,7 +36,7 @@ PARTS = {
     "summary": dict,
 }
 """What a result file holds besides."""
-OF_SCHEME = ("scheme", "calibration")
+OF_SCHEME = ("scheme", "calibration", "formats")
 """Settings of one scheme alone."""
 FACTS = {"name", "dtype", "parameters"}
 """What it says of its model at least."""

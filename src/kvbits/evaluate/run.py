@@ -21,7 +21,7 @@ from ..calibrate.sampling import Sample
 from ..errors import UnsupportedError
 from ..model_ref import ModelRef
 from ..progress import bar
-from ..spec import CacheSpec, Scheme, to_dict
+from ..spec import FORMATS_VERSION, CacheSpec, Scheme, to_dict
 from .caches import CacheFactory, Caches, base_factory, expand, factory, is_ours, sides
 from .calibrator import USUAL, Calibrator, fitting, require_other_text
 from .results import ResultFile, model_facts, new_run, require_same
@@ -224,10 +224,15 @@ def _run(
 
 
 def _own(scheme: Scheme | None, given: Calibration | None) -> dict[str, Any]:
-    """The scheme, where it is one's own, and the id of a calibration that was given: a name alone does not say what it
-    is, and two are not mixed in a file.
+    """The scheme, where it is one's own, the version of a klt preset's formats, and the id of a calibration that was
+    given: a name alone does not say what it is, and two are not mixed in a file.
     """
-    found = {} if scheme is None or scheme.name in presets.PRESETS else {"scheme": to_dict(scheme)}
+    if scheme is None:
+        found: dict[str, Any] = {}
+    elif scheme.name not in presets.PRESETS:
+        found = {"scheme": to_dict(scheme)}
+    else:
+        found = {"formats": FORMATS_VERSION} if scheme.key.is_trellis else {}
     return found if given is None else found | {"calibration": given.id}
 
 

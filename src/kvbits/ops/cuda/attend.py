@@ -75,7 +75,9 @@ def refuses_kernel(
     for x in layouts:
         if why := family_of(x).refuses("attend", x, num_columns=columns, shared_limit=shared_limit):
             return why
-    for own in launches(layouts) if shared_limit is not None else []:
+    if shared_limit is None:
+        return None
+    for own in launches(layouts):
         read = [layouts[i] for i in own]
         if why := refuses_memory(read[0], ask_of(read, columns, dtype, False, False, shared_limit)):
             return why

@@ -1,4 +1,4 @@
-// Attention over pages whose keys are banded codes in a calibrated basis: the walk is packed_attend.cuh's.
+// Attention over pages whose keys are trellis codes in a calibrated basis: the walk is packed_attend.cuh's.
 #include "banded_walk.cuh"
 #include "packed_attend.cuh"
 

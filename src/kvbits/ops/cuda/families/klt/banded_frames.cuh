@@ -1,4 +1,4 @@
-// Queries transformed into the keys' calibrated basis (docs/reference/formats.md, "Banded codes"):
+// Queries transformed into the keys' calibrated basis (docs/reference/formats.md, "Trellis codes"):
 //
 //   q' = (q turned back by the frame's position) A^-T        one for every column and frame of FRAME positions, with
 //   A^-1 of part.k_inverse

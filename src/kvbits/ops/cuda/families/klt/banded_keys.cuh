@@ -1,4 +1,4 @@
-// Keys of banded codes: scores of a step's tokens, from operands that banded_frames.cuh makes for each frame.
+// Keys of trellis codes: scores of a step's tokens, from operands that banded_frames.cuh makes for each frame.
 #ifndef BANDED_KEYS_CUH
 #define BANDED_KEYS_CUH
 #include "banded_rings.cuh"

@@ -1,4 +1,4 @@
-// One warp's walk over pages of banded codes for up to four query columns. Weights are multiplied with codes as bytes:
+// One warp's walk over pages of trellis codes for up to four query columns. Weights are multiplied with codes as bytes:
 // those of a step's tokens, times their value scales, are whole numbers of 16 bits over the largest of each column, in
 // two bytes. Columns from 4 on are the lower ones; they are added when the packed parts of a unit end, as sums of
 // weights are, of which lanes c and c + 2 have different tokens.
