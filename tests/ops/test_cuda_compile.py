@@ -603,6 +603,24 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
         spilt(" ".join(map(str, kernel)), nbytes, rows.get(kernel, most.get(kernel[0], 0)))
 
 
+@pytest.mark.parametrize(
+    "name, head_dim, capability, options",
+    [("klt2", 128, (8, 0), {}), ("klt3", 256, (8, 6), {"fold": True})],
+    ids=["sm_80", "sm_86, one tile of queries"],
+)
+def test_kernels_of_two_formats_compile_before_hopper(name, head_dim, capability, options, spilt):
+    scheme = schemes.get(name, head_dim=head_dim)
+    (copies,) = scheme.copies
+    beside = layout_of(copies.key, copies.value, head_dim)
+    kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim, beside=beside, raw=True, **options)
+    assert kernel.source.name == "banded_two.cu" and kernel.shared_bytes <= driver.shared_limit(capability)
+    resources = compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend")
+    spilt("attend", resources.spill_bytes, 192 if head_dim == 128 else 96)
+    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, (
+        "a quarter of a multiprocessor's registers"
+    )
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize("name", [name for name, s in schemes.CORE.items() if not s.tiers])
 def test_whatever_a_core_preset_launches_compiles_for_every_card(name, capability):

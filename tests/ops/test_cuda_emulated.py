@@ -18,6 +18,7 @@ from ops.test_cuda_attend import LIMIT, TIERED, both, limits, spec, unlike_width
 from ops.test_cuda_kvquant import direct, of, static
 
 from kvbits import schemes
+from kvbits.ops.cuda.engine import launch
 from kvbits.ops.reference import close as close_reference
 from kvbits.quant.basis import completed
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
@@ -105,6 +106,9 @@ def banded():
     wide = schemes.get("klt4", head_dim=256)  # has a plane of 8 bits
     yield Case(key=wide.key, value=wide.value, lengths=(333, 0, 70), tail=20, sinks=4, head_dim=256, group=4)
     key, value = of("klt3").values()
+    # bytes would sum up to more than floats hold, so that queries of two columns are made for eight
+    all_wide = dataclasses.replace(key, bands=(8,) * 16), dataclasses.replace(value, bands=(3,) * 16)
+    yield Case(key=all_wide[0], value=all_wide[1], lengths=(700, 70), tail=20, head_dim=256, group=2)
     for bands in ((8, 0, 1, 2), (3, 6, 1, 5)):
         yield Case(
             key=dataclasses.replace(key, bands=bands, center=None),
@@ -312,6 +316,22 @@ def test_a_plan_of_pages_with_copies_follows_its_tables(emulated):
         table.tokens.copy_(before)
     plan.update(call.tables)
     assert relative_error(plan.run(call.q, 0), call.want()[0]) < LIMIT
+
+
+@pytest.mark.parametrize("emulated", [(8, 9)], indirect=True, ids=["sm_89"])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_one_tile_of_queries_serves_all_frames_where_memory_is_small(backwards, emulated, monkeypatch):
+    """Several segments of a block, each of several tiles, which its warps and those that make queries hand over."""
+    if backwards:
+        monkeypatch.setenv("KVBITS_EMULATE_REVERSED", "1")
+    tiles = []
+    load = launch.load_kernel
+    monkeypatch.setattr(
+        launch, "load_kernel", lambda kernel, device: tiles.append(dict(kernel.defines)) or load(kernel, device)
+    )
+    older, newer = (2304, 0, 640), (448, 192, 0)
+    check(with_copies("klt3", older, newer, sinks=4, tail=20, head_dim=256, group=4, heads=1))
+    assert [x["FRAME_TILES"] for x in tiles] == [1]
 
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])

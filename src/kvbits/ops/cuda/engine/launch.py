@@ -116,7 +116,7 @@ class Launch:
             group=group,
             num_kv_heads=heads,
             column_blocks=column_blocks,
-            query_columns=query_columns(num_queries * group),
+            query_columns=query_columns(num_queries * group) if self.kernel.folds else 8,
             window=self._work.window,
             scaling=options["scaling"],
             softcap=softcap or 1.0,

@@ -35,7 +35,8 @@ struct InverseBasis {
 
 /// Rows of queries in the basis: column `row` % columns of frame `first` + `row` / columns.
 struct alignas(16) FrameTile {
-    // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
+    // FRAMES: at most; a.query_columns is 8 without FOLDED. STRIDE: rows of four lanes with 16 bytes each meet no bank
+    // twice
     static constexpr int ROWS = 16, FRAMES = FOLDED ? 16 : 2, STRIDE = D / 2 + 16;
     static constexpr float FULL = 32600.f;
     float start[ROWS];           // of each row minus the middle of the codes' ranges times q', with BYTES times `unit`

@@ -101,6 +101,7 @@ class Klt(Family):
             raw_in_ring=raw_joins,
             raw_tokens=raw_tokens,
             makers=makers,
+            folds=ask.fold,
             beside=Tile(chunks[1], tuple(beside[0])) if beside else None,
         )
 
