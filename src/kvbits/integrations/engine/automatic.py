@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ... import planner, schemes
-from ...errors import SpecError, UnsupportedError
+from ...errors import SpecError, UnsupportedError, counted
 from ...geometry import has_key_bias
 from ...model_ref import ModelRef
 from ...spec import LayerGeometry
@@ -69,7 +69,7 @@ def choose(
         raise UnsupportedError(f"no format can be chosen for this model: {'; '.join(left_out)}; name one")
     enough = [name for name, most in held.items() if most >= requests]
     chosen = enough[0] if enough else max(held, key=lambda name: held[name])
-    wanted = f"{requests:,} requests of {context:,} tokens in {human_bytes(memory_bytes)}"
+    wanted = f"{counted(requests, 'request')} of {context:,} tokens in {human_bytes(memory_bytes)}"
     reason = f"the most accurate that holds {wanted}" if enough else f"it holds most, and none holds {wanted}"
     each = ", ".join(f"{name} holds {most:,}" for name, most in held.items())
     return chosen, "; ".join([f"{chosen} is chosen: {reason} ({each})", *left_out])
