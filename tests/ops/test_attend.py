@@ -311,7 +311,7 @@ def test_banded_pages_say_what_they_are_read_with():
         SpecError, match=r"there is no k_inverse .*\[2, 64, 64\]; .* with k_inverse, k_offsets, k_inv_freq"
     ):
         made.bind(0, [store_of(pages, layout, {"k_basis": torch.eye(64).expand(2, -1, -1)})])
-    given = {"k_inverse": torch.eye(64).repeat(2, 1, 1), "k_offsets": torch.zeros(2, 5, 64)}
+    given = {"k_inverse": torch.eye(64).repeat(2, 1, 1), "k_offsets": torch.zeros(2, 33, 64)}
     made.bind(0, [store_of(pages, layout, given | {"k_inv_freq": torch.ones(32)})])
     made.update([Table(torch.zeros(2, 4, dtype=torch.int32), ints(1, 1))])
     assert not made.run(torch.ones(2, 1, 4, 64, dtype=torch.bfloat16), 0).any()  # codes and scales of 0

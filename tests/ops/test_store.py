@@ -30,7 +30,7 @@ from kvbits.ops.types import PageStore
 from kvbits.ops.types import store_of as store_of_pages
 from kvbits.quant.packing import row_positions
 from kvbits.quant.rotary import turn_by, turned_by
-from kvbits.spec import PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Rotary, plane_row_bytes
+from kvbits.spec import FRAME, PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Rotary, plane_row_bytes
 
 STORES = [pytest.param(reference.store, id="reference"), pytest.param(cpu.store, id="cpu", marks=needs_library)]
 RUNS = [[0, 3, 4, 0, 30], [0, 33, 1, 2, 1], [2, 0, 0, 31, 1], [1, 5, 3, 7, 9], [1, 20, 3, 16, 2]]
@@ -658,10 +658,10 @@ def test_the_library_checks_its_arguments_itself():
         call(pages, [0], used_bytes=-1)
     key, value = trellis(4, 4, 4, 4, basis="calibrated"), trellis(3, 3, 3, 3)
     turned = store_of(layout_of(key, value, 64, 32), static=static_params(key, value, HEADS, 64))
-    starts, frames, turns = np.array([256], np.int32), np.array([0, 512]), np.zeros((2, 2, 32))
+    starts, frames, turns = np.array([FRAME], np.int32), np.array([0, 2 * FRAME]), np.zeros((2, 2, 32))
     with pytest.raises(UnsupportedError):
         call(turned, [0], head_dim=64)
-    for start in (256, -1, 1 << 30):
+    for start in (FRAME, -1, 1 << 30):
         starts[0] = start
         with pytest.raises(UnsupportedError, match="has no position, or one whose frame was not given"):
             call(
