@@ -117,7 +117,7 @@ class Kernel:
     raw_in_ring: bool = False  # raw tokens come through the ring (RAW_IN_RING of ring.cuh)
     raw_tokens: int = RAW_TOKENS[0]  # of a chunk of raw pages
     makers: int = 0  # warps beside the consumers and the producer
-    folds: bool = False  # queries are made for as few columns as there are, not for 8 (FOLDED of banded_frames.cuh)
+    folds: bool = False  # queries are made for as few columns as there are, not for 8
     beside: Tile | None = None  # of the second packed format
 
     @property
