@@ -125,8 +125,9 @@ def for_widths(basis: torch.Tensor, was: QuantSpec, spec: QuantSpec) -> torch.Te
 
 
 def for_copies(static: dict[str, torch.Tensor], own: QuantSpec, copy: QuantSpec) -> dict[str, torch.Tensor]:
-    """What copies of keys `copy` share, beside pages of keys `own` that share `static` (see `completed`): a calibrated
-    basis has the steps of the widths in it.
+    """Return the parameters of copies of keys `copy`, made from `static`, which pages of keys `own` share.
+
+    A calibrated basis has the steps of its widths in it, so copies have one of their own (see `completed`).
     """
     if "k_basis" not in static or copy.basis != own.basis:
         return static

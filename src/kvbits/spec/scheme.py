@@ -46,7 +46,7 @@ class Override:
 
 
 def _missing(copy: QuantSpec, own: QuantSpec) -> list[str]:
-    """What a copy is calibrated with and pages of `own` are not; they share a basis and its mean."""
+    """Name the tensors that a copy is calibrated with and pages of `own` are not. A basis and its mean are shared."""
     return sorted(set(copy.calibrates) - (set(own.calibrates) & {"basis", "mean"}))
 
 
