@@ -229,7 +229,7 @@ def compare(base: list[Position], other: list[Position]) -> dict[str, float]:
 
 
 def along(base: list[Position], other: list[Position], scored: int) -> list[float]:
-    """Mean KL of each run of `PAGE` scored tokens, over all windows."""
+    """Return the mean KL of each run of `PAGE` scored tokens, over all windows."""
     each = np.array([divergence(p, q) for p, q in zip(base, other, strict=True)]).reshape(-1, scored)
     return [round(float(each[:, i : i + PAGE].mean()), 6) for i in range(0, scored, PAGE)]
 

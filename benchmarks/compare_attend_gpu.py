@@ -29,7 +29,7 @@ OTHER = "kvbits_before"
 
 
 def bench_of(tree: Path, folder: Path) -> types.ModuleType:
-    """bench_attend_gpu.py of another tree, on that tree's package, which is called `OTHER`."""
+    """Load bench_attend_gpu.py of another tree, on that tree's package, which is called `OTHER`."""
     (folder / OTHER).symlink_to((tree / "src/kvbits").resolve())
     sys.path.insert(0, str(folder))
     text = (tree / "benchmarks/bench_attend_gpu.py").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def bench_of(tree: Path, folder: Path) -> types.ModuleType:
 
 
 def parts_of(bench: Any, name: str, tokens: int, with_copies: bool) -> Iterator[tuple[Any, Any, int, int, int]]:
-    """(key, value, page size, first position, tokens) of each part of a sequence, in order."""
+    """Yield (key, value, page size, first position, tokens) of each part of a sequence, in order."""
     scheme, raw = bench.schemes.get(name), bench.QuantSpec.raw()
     copies = scheme.copies if with_copies else ()
     newest = RAW_BEFORE_COPIES if copies else RAW
@@ -55,7 +55,7 @@ def parts_of(bench: Any, name: str, tokens: int, with_copies: bool) -> Iterator[
 
 
 def prepared(bench: Any, name: str, shape: tuple[int, int, int], with_copies: bool) -> tuple[list[Any], float]:
-    """Launches of one variant, one a layer, and the error of the first against float64."""
+    """Return the launches of one variant, one a layer, and the error of the first against float64."""
     batch, heads, tokens = shape
     parts = list(parts_of(bench, name, tokens, with_copies))
     layouts = [

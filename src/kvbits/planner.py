@@ -495,7 +495,10 @@ def _copies(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> int:
 
 
 def vllm_rings(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> list[tuple[Ring, ...]]:
-    """Copies of a request's pages in each layer, unless users say otherwise; scheme and errors as in `vllm_layouts`."""
+    """Return the copies of a request's pages in each layer, unless users say otherwise.
+
+    Scheme and errors are as in `vllm_layouts`.
+    """
     layouts, forms = vllm_layouts(scheme, layers, raw_dtype), list[Format]()
     for i in range(len(layouts)):
         if isinstance(scheme, str):

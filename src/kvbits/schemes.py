@@ -337,7 +337,7 @@ def within(
 
 
 def _whole_pages(copies: tuple[Copies, ...], page_size: int) -> tuple[Copies, ...]:
-    """Copies of whole pages of another size, for at least as many tokens."""
+    """Return copies of whole pages of another size, for at least as many tokens."""
     if not copies or not isinstance(page_size, int) or page_size < 1:
         return copies  # `Scheme` refuses the size
     return tuple(dataclasses.replace(c, num_tokens=-(-c.num_tokens // page_size) * page_size) for c in copies)

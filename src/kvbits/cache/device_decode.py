@@ -275,7 +275,7 @@ def _ring(state: GroupState, s: Sequence) -> int:
 
 
 def _round_the_ring(held: int, most: int, closings: int) -> tuple[int, int]:
-    """(pages that copies of closing pages take beside those held, the oldest ones held that they are written over)."""
+    """Return (pages that copies of closing pages take beside those held, oldest held ones written over)."""
     return min(most - held, closings), min(held, max(0, held + closings - most))
 
 
@@ -315,7 +315,7 @@ def _take(state: GroupState, pool: str, count: int) -> list[int]:
 
 
 def _own(state: GroupState, pool: str, page_id: int) -> int:
-    """A page that will be written as its sequence's own: itself, or a copy of one that others hold, too."""
+    """Return a page that will be written as its sequence's own: itself, or a copy of one that others hold, too."""
     pages = state.pools[pool]
     if pages.allocator.count(page_id) == 1:
         return page_id

@@ -173,7 +173,7 @@ def in_words(spec: QuantSpec) -> str:
 
 
 def _copied(copies: tuple[Copies, ...]) -> str:
-    """The copies that newest closed tokens are read from, for people; nothing where there are none."""
+    """Name the copies that newest closed tokens are read from, for people; nothing where there are none."""
     return "".join(
         f"; {'the next' if i else 'newest closed'} {c.num_tokens:,} tokens read from copies, keys {in_words(c.key)},"
         f" values {in_words(c.value)}"

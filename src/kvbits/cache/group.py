@@ -19,7 +19,7 @@ from ..ops.types import Table
 from ..spec import LayerGroup
 from . import tables
 from .pool import Pool, PoolBefore
-from .sequence import Sequence, copy_pool, pool_name
+from .sequence import Sequence, pool_name
 from .step import Close, Cut, Move, Recode, Run, Step, Write
 
 MAX_SPECULATED_PAGES = 16
@@ -167,7 +167,7 @@ class GroupState:
         return pool_name(bisect.bisect_right(s.young, len(cut.pages) - 1 - i), len(s.young))
 
     def _copied_into(self, cut: Cut, i: int) -> tuple[str, ...]:
-        """Pools of copies that page i of those that a cut closes is copied into."""
+        """Return the pools of copies that page i of those that a cut closes is copied into."""
         newer = len(cut.pages) - 1 - i
         return self.group.copy_pools[bisect.bisect_right(self.group.copied_pages, newer) :]
 
@@ -295,7 +295,7 @@ class GroupState:
             if (surplus := len(copies) - kept) <= 0:
                 continue
             for page_id in copies[:surplus]:
-                self._give_back(copy_pool(grade), page_id)
+                self._give_back(self.group.copy_pools[grade], page_id)
             s.copies[grade] = copies[surplus:]
             self._closed_tables = None
 
@@ -410,7 +410,7 @@ class GroupState:
         """Give back the copies of the closed page at `place`, counted from the end: -1 is the newest."""
         for grade, copies in enumerate(s.copies):
             if len(copies) >= -place:
-                self._give_back(copy_pool(grade), copies[place])
+                self._give_back(self.group.copy_pools[grade], copies[place])
                 s.copies[grade] = (*copies[:place], None, *copies[len(copies) + place + 1 :])
 
     def free(self, row: int) -> None:

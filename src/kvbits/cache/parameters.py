@@ -70,8 +70,8 @@ def shared(
 def by_pool(
     spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device
 ) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Per layer and pool what `PageStore.static` holds: pages in the scheme's own specs and their copies; other pools
-    share nothing.
+    """Return per layer and pool what `PageStore.static` holds. Pages in the scheme's own specs and their copies share
+    something, other pools nothing.
 
     Raises:
         SpecError: as `shared`.

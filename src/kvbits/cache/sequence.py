@@ -135,7 +135,7 @@ class Sequence:
 
 
 def copy_pool(index: int) -> str:
-    """Pool of copies by its place in `Scheme.copies`."""
+    """Name the pool of copies by its place in `Scheme.copies`."""
     return f"copy{index}"
 
 

@@ -23,7 +23,7 @@ class _Pages(NamedTuple):
 
 
 def of_closed(sequences: list[Sequence], group: LayerGroup) -> dict[str, Table]:
-    """Tables of what is read of the closed pages, by pool, as far as there are any; dropped pages are left out.
+    """Return tables of what is read of the closed pages, by pool, as far as there are any; dropped pages are left out.
 
     A page that has copies is read from the finest of them.
     """
@@ -40,14 +40,14 @@ def of_closed(sequences: list[Sequence], group: LayerGroup) -> dict[str, Table]:
 
 
 def _runs(sequences: list[Sequence]) -> np.ndarray:
-    """Of each closed page, the run of its sequence that it is in: 0 for the oldest."""
+    """Return the run of its sequence that each closed page is in: 0 for the oldest."""
     sizes = [run.stop - run.start for s in sequences for run in s.runs().values()]
     runs = len(sequences[0].young) + 1 if sequences else 1
     return np.repeat(np.tile(np.arange(runs), len(sequences)), sizes)
 
 
 def _read_from(pages: _Pages, sequences: list[Sequence]) -> np.ndarray:
-    """Of each closed page, what it is read from: 0 for itself, then copies, the finest last. The ids of those that are
+    """Return what each closed page is read from: 0 for itself, then copies, the finest last. The ids of those that are
     read from copies become the copies'.
     """
     found = np.zeros(len(pages.ids), np.int64)

@@ -72,7 +72,7 @@ def find(model: ModelRef, preset: str) -> Checked | None:
 
 
 def _name(key: str, preset: str) -> str:
-    """The file of a result: of the model, the preset, and 8 hex digits of what pages of the preset hold."""
+    """Name the file of a result: the model, the preset, and 8 hex digits of what pages of the preset hold."""
     stored = dataclasses.replace(schemes.PRESETS[preset], source="", description="")
     text = json.dumps([FORMATS_VERSION, to_dict(stored)], sort_keys=True)
     return f"{key}-{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"

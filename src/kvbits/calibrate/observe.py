@@ -103,7 +103,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def differentiable(model: Any, *, checkpointing: bool = False) -> Iterator[None]:
-    """`model` in evaluation mode while open, with gradients of activations and none of weights.
+    """Keep `model` in evaluation mode while open, with gradients of activations and none of weights.
 
     Args:
         checkpointing: recompute activations layer by layer in the backward pass instead of keeping them: memory of one
@@ -133,7 +133,7 @@ def differentiable(model: Any, *, checkpointing: bool = False) -> Iterator[None]
 
 
 def _checkpointing(model: Any, what: str) -> Callable[..., None]:
-    """The model's method, by its new name where there is one (transformers >= 5.2x)."""
+    """Return the model's method, by its new name where there is one (transformers >= 5.2x)."""
     return getattr(model, f"activation_checkpointing_{what}", None) or getattr(model, f"gradient_checkpointing_{what}")
 
 

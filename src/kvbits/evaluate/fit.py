@@ -202,7 +202,7 @@ def widths(scheme: Scheme, layers: tuple[LayerGeometry, ...], side: str) -> list
 
 
 def family(layers: tuple[LayerGeometry, ...], model: Any = None) -> tuple[str, ...]:
-    """Names of the presets that a fit of these layers starts from: klt's, or integers where a model is none for klt.
+    """Return the names of the presets that a fit starts from: klt's, or integers where klt refuses the model.
 
     Args:
         model: loaded, which also says whether its keys are turned by position.
@@ -219,12 +219,12 @@ def family(layers: tuple[LayerGeometry, ...], model: Any = None) -> tuple[str, .
 
 
 def near(base: Scheme) -> int:
-    """Newest tokens that a scheme reads raw or from finer copies."""
+    """Count the newest tokens that a scheme reads raw or from finer copies."""
     return base.residual_length + sum(c.num_tokens for c in base.copies)
 
 
 def pairs_of(base: Scheme, goal: Goal) -> list[tuple[QuantSpec, QuantSpec]]:
-    """(key spec, value spec) that a layer may have in a fit that starts from `base`.
+    """Return each (key spec, value spec) that a layer may have in a fit that starts from `base`.
 
     Keys of klt have the base's own widths by band, and more or fewer bits dealt out by the shares of variance that
     bands have in every model.
@@ -303,7 +303,7 @@ class Bench:
         return [float(self.state.items[self._name(s)]["value"]) for s in schemes]
 
     def missing(self, schemes: Sequence[Scheme]) -> list[Scheme]:
-        """Those that were not measured yet."""
+        """Return those that were not measured yet."""
         return [s for s in dict.fromkeys(schemes) if self._name(s) not in self.state.items]
 
     def seconds_of(self, caches: int) -> float:
@@ -317,7 +317,7 @@ class Bench:
 
     @staticmethod
     def _name(scheme: Scheme) -> str:
-        """By what is stored, not by what it is called."""
+        """Name a scheme by what it stores, not by what it is called."""
         stored = dataclasses.replace(scheme, name="trial", source="", description="")
         return f"whole {hashlib.sha256(json.dumps(to_dict(stored)).encode()).hexdigest()[:12]}"
 
@@ -343,7 +343,7 @@ class _Search:
         return self._bytes[g, key, value]
 
     def _alike(self, key: QuantSpec, value: QuantSpec, **changes: Any) -> Scheme:
-        """The base with other specs, and copies where they are finer than these."""
+        """Return the base with other specs, and copies where they are finer than these."""
         copies = self.base.copies_of(key, value)
         return dataclasses.replace(self.base, key=key, value=value, copies=copies, **changes)
 
@@ -352,7 +352,7 @@ class _Search:
         return group.layouts["closed"].page_size_bytes
 
     def options(self) -> list[list[Option]]:
-        """Options of each layer, with what they are expected to cost.
+        """Return the options of each layer, with what they are expected to cost.
 
         Raises:
             SpecError: pages of equal bytes leave a layer no format.
@@ -372,7 +372,7 @@ class _Search:
         return found
 
     def expected(self, scheme: Scheme) -> float:
-        """Sum of what the layers of a scheme are expected to cost."""
+        """Add up what the layers of a scheme are expected to cost."""
         count = len(self.known)
         return sum(
             s.kl(*scheme.for_layer(i, count), g)
@@ -380,7 +380,7 @@ class _Search:
         )
 
     def scheme(self, step: Step) -> Scheme:
-        """A step as a scheme: the commonest pair of formats, and overrides for the layers of others."""
+        """Write a step as a scheme: the commonest pair of formats, and overrides for the layers of others."""
         members: dict[tuple[QuantSpec, QuantSpec], list[int]] = {}
         for layer, o in enumerate(step.options):
             members.setdefault((o.key, o.value), []).append(layer)

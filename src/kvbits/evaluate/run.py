@@ -224,8 +224,8 @@ def _run(
 
 
 def _own(scheme: Scheme | None, given: Calibration | None) -> dict[str, Any]:
-    """The scheme, where it is one's own, the version of a klt preset's formats, and the id of a calibration that was
-    given: a name alone does not say what it is, and two are not mixed in a file.
+    """Return what a cache's name does not say: a scheme of one's own, the version of a klt preset's formats, and the
+    id of a calibration that was given. Items that differ in them are not mixed in a file.
     """
     if scheme is None:
         found: dict[str, Any] = {}

@@ -45,7 +45,7 @@ REACH = 2.4
 
 
 def errors(spec: QuantSpec, head_dim: int) -> tuple[float, ...]:
-    """Expected squared error of a number of variance 1: of each band of keys or values with bands, else one figure."""
+    """Return the expected squared error of a number of variance 1, for each band, or one figure without bands."""
     if spec.is_raw:
         return (0.0,)
     if not spec.bands:
@@ -116,13 +116,11 @@ class _Layer:
         if spec is not None:
             assert geometry.rotary is not None and static is not None
             inv_freq = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32)
-            self.static, self.order = (
-                completed(static, inv_freq),
-                torch.tensor(geometry.rotary.order(geometry.head_dim)),
-            )
+            self.static = completed(static, inv_freq)
+            self.order = torch.tensor(geometry.rotary.order(geometry.head_dim))
 
     def reads(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """bool [T, T] each, by query and key: what is seen at all, and what is read from codes."""
+        """Return bool [T, T] each, by query and key: what is seen at all, and what is read from codes."""
         at = torch.arange(tokens, device=device)
         query, key, window = at[:, None], at[None], self.geometry.sliding_window
         seen = query >= key
@@ -133,6 +131,7 @@ class _Layer:
         ends = (key - self.sinks).div(self.page, rounding_mode="floor") * self.page + self.page + self.sinks
         return seen, seen & (key >= self.sinks) & (ends + self.near <= query)
 
+    @torch.no_grad()
     def add(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slope: torch.Tensor, how: dict[str, Any]) -> None:
         """Add one text.
 
@@ -237,7 +236,7 @@ def sensitivities(
         if place is None or not out.requires_grad:
             return
         inputs = q.detach()[0], k.detach()[0], v.detach()[0]
-        out.register_hook(lambda slope: _add(layers[place], inputs, slope, how))
+        out.register_hook(lambda slope: layers[place].add(*inputs, slope[0], how))
 
     with (
         differentiable(model, checkpointing=checkpointing),
@@ -263,10 +262,3 @@ def sensitivities(
             " what errors of theirs cost; take a preset, such as klt4"
         )
     return [one.result() for one in layers]
-
-
-@torch.no_grad()
-def _add(
-    layer: _Layer, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], slope: torch.Tensor, how: dict[str, Any]
-) -> None:
-    layer.add(*inputs, slope[0], how)

@@ -31,12 +31,12 @@ are read from it (the oldest of those), position of the first.
 
 
 def parts_of(group: LayerGroup) -> tuple[str, ...]:
-    """Pools of a layer group that decoding reads, in causal order."""
+    """Return the pools of a layer group that decoding reads, in causal order."""
     return ("sink", *(() if group.fills_pages else ("closed", *reversed(group.copy_pools))), "tail")
 
 
 def row_of_copies(index: int) -> int:
-    """First row of a pool of copies among a group's numbers."""
+    """Return the first row of a pool of copies among a group's numbers."""
     return FIELDS + index * COPY_FIELDS
 
 

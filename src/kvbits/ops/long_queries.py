@@ -207,7 +207,7 @@ def _pass(first: int, last: int, pages: np.ndarray, own: np.ndarray, ends: bool)
 
 
 def _with_copies(p: Pass, pages: np.ndarray, copies: Sequence[Copies]) -> Pass:
-    """A pass with the pages that may have a copy once more for each format, as parts from 1 on in the same rows.
+    """Return a pass with the pages that may have a copy once more for each format, as parts from 1 on in the same rows.
 
     Args:
         pages: of all passes.

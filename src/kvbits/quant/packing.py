@@ -149,14 +149,17 @@ def unpack_rows(rows: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
 
 
 def pack_words(fields: torch.Tensor, bits: int) -> torch.Tensor:
-    """The same with every word a row of its own: field i of byte r of word w is number w * 32 / bits + 4 * i + r."""
+    """Pack fields like `pack_rows`, with every word a row of its own.
+
+    Field i of byte r of word w is number w * 32 / bits + 4 * i + r.
+    """
     words, each = plane_row_bytes(fields.shape[-1], bits) // 4, 32 // bits
     padded = torch.nn.functional.pad(fields, (0, words * each - fields.shape[-1]))
     return pack_rows(padded.unflatten(-1, (words, each)), bits).flatten(-2)
 
 
 def unpack_words(rows: torch.Tensor, bits: int, numbers: int) -> torch.Tensor:
-    """Inverse of `pack_words`: uint8 [..., numbers]."""
+    """Invert `pack_words`: uint8 [..., numbers]."""
     return unpack_rows(rows.unflatten(-1, (-1, 4)), bits, 32 // bits).flatten(-2)[..., :numbers]
 
 

@@ -68,7 +68,7 @@ LEVELS: Mapping[str, Levels] = {"uniform": UNIFORM, "fitted": FITTED}
 
 @functools.lru_cache(maxsize=64)
 def rings(widths: tuple[int, ...], head_dim: int, kind: str) -> tuple[tuple[int, ...], ...]:
-    """Channels of each ring, in order.
+    """List the channels of each ring, in order.
 
     A ring is four runs of four neighbouring channels. Keys ("k"): the four runs of a band, which lie in the four fields
     of a word's bytes, byte by byte. Values ("v"): runs head_dim / 4 apart, which lie in the fields of the same four
@@ -196,7 +196,7 @@ def _by_length(widths: tuple[int, ...], head_dim: int, kind: str) -> tuple[tuple
 def _nearest(
     u: torch.Tensor, bits: torch.Tensor, widths: set[int], levels: Levels
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each coset the nearest level's m, uint8, and squared error, int32: [T, 4, n].
+    """Find each coset's nearest level: m, uint8, and squared error, int32: [T, 4, n].
 
     Args:
         u, bits: int32 [T, n].
@@ -222,7 +222,7 @@ def _nearest(
 
 
 def _paths(costs: torch.Tensor) -> torch.Tensor:
-    """Lowest bits uint8 [T, n] of the path of least cost around each of n rings.
+    """Find the lowest bits uint8 [T, n] of the path of least cost around each of n rings.
 
     Args:
         costs: int32 [T, 4, n], of each channel and coset.

@@ -70,7 +70,7 @@ def widths(bands: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
 
 
 def shares(count: int) -> tuple[float, ...]:
-    """Share of the variance that each of `count` bands of a head has, the most important first."""
+    """Return the share of the variance that each of `count` bands of a head has, the most important first."""
     sums = [0.0, *itertools.accumulate(SHARES)]
 
     def below(share: float) -> float:

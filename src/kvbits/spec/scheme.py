@@ -279,7 +279,7 @@ class Scheme:
         return key, value
 
     def copies_of(self, key: QuantSpec, value: QuantSpec) -> tuple[Copies, ...]:
-        """Copies that layers of these specs have: those of more bits than their own pages, and of the same calibration.
+        """Return the copies that layers of these specs have: those of more bits and of the same calibration.
 
         Raw layers have none.
         """

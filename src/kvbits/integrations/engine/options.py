@@ -44,7 +44,7 @@ class Options:
         return bool(self.raw_newest)
 
     def rings(self, form: Format, layout: PageLayout) -> tuple[Ring, ...]:
-        """Copies of a request's pages in a layer of such pages, finest first.
+        """Return the copies of a request's pages in a layer of such pages, finest first.
 
         The newest page may have a single token. So the ring of a format has one page more than the tokens that are read
         from it and from finer ones.

@@ -193,8 +193,9 @@ def _coarsest_first(formats: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _tables(blocks: torch.Tensor, pages: np.ndarray, formats: Sequence[Copied]) -> list[Table]:
-    """The history of one row: pages that are read packed, then those that are read from copies of each format, coarsest
-    first. A page is read from the finest copy that it has.
+    """Return the history of one row: pages that are read packed, then those read from copies of each format.
+
+    The coarsest format comes first. A page is read from the finest copy that it has.
     """
     if not len(pages):
         return []

@@ -28,7 +28,7 @@ COPIES_SHARE = 0.05
 
 
 def raw_of(layout: PageLayout) -> PageLayout:
-    """Pages of the same tokens as the model has them."""
+    """Return the layout of the same tokens as the model has them."""
     return dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())
 
 
@@ -56,7 +56,7 @@ class Ring:
 
 
 def copied_requests(memory_bytes: int, request_bytes: int, most: int, share: float = COPIES_SHARE) -> int:
-    """The number of requests that have copies at the same time: engines allocate for so many, `kvbits plan` counts so
+    """Count the requests that have copies at the same time: engines allocate for so many, `kvbits plan` counts so
     many.
 
     Args:
@@ -97,7 +97,7 @@ class Format:
         return PageLayout(key=fitted.key, value=fitted.value, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **heads)
 
     def copies_of(self, layout: PageLayout) -> tuple[tuple[int, PageLayout], ...]:
-        """(tokens that are read from it, pages) of each format of `copies`, for a layer whose pages are these.
+        """Return (tokens that are read from it, pages) of each format of `copies`, for a layer whose pages are these.
 
         Raises:
             SpecError: groups that do not divide head_dim.

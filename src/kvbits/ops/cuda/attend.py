@@ -67,7 +67,8 @@ def refuses_kernel(
         return f"queries are {dtype}, not float16 or bfloat16"
     if len(layouts) > MOST_PARTS:
         return f"{len(layouts)} parts; the kernels take 1 to {MOST_PARTS}"
-    if (together := max(map(len, launches(layouts)))) > MAX_PARTS:
+    kernels = launches(layouts)
+    if (together := max(map(len, kernels))) > MAX_PARTS:
         return f"{together} parts that one kernel reads; it takes 1 to {MAX_PARTS}"
     if len({x.raw_dtype for x in layouts if x.key.is_raw}) > 1:
         return "raw parts differ in dtype"
@@ -77,7 +78,7 @@ def refuses_kernel(
             return why
     if shared_limit is None:
         return None
-    for own in launches(layouts):
+    for own in kernels:
         read = [layouts[i] for i in own]
         if why := refuses_memory(read[0], ask_of(read, columns, dtype, False, False, shared_limit)):
             return why
@@ -95,8 +96,10 @@ def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
 
 
 def launches(layouts: Sequence[PageLayout]) -> list[list[int]]:
-    """Indices of the parts that each kernel reads: of one packed format, or of two that a family reads together, and of
-    the first also the raw ones. Raw tokens end a walk over packed ones, whose queries then need no registers any more.
+    """Return the indices of the parts that each kernel reads: one packed format, or two that a family reads together.
+
+    The first kernel reads the raw parts, too. Raw tokens end a walk over packed ones, whose queries then need no
+    registers any more.
     """
     raw = [i for i, x in enumerate(layouts) if x.key.is_raw]
     own: list[list[int]] = []

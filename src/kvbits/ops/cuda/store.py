@@ -13,6 +13,7 @@ from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..store import check
 from ..types import PageStore
+from .engine.kernels import too_large
 from .engine.runtime import driver
 from .families import family_of
 
@@ -42,12 +43,7 @@ def _refuses_memory(layout: PageLayout, capability: tuple[int, int], dtype: torc
     """Say why a block of a kernel that stores tokens does not fit the shared memory of such a device, or None."""
     sources = family_of(layout).stores.sources(layout, dtype, capability)
     nbytes, limit = max(int(x.macros.get("SHARED_BYTES", 0)) for x in sources), driver.shared_limit(capability)
-    if nbytes <= limit:
-        return None
-    return (
-        f"{layout.key.format}/{layout.value.format} pages of {layout.page_size} tokens at head_dim={layout.head_dim}"
-        f" take {nbytes} bytes of shared memory, and a block of this GPU has {limit}; use smaller pages"
-    )
+    return None if nbytes <= limit else too_large([layout], nbytes, limit)
 
 
 def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:

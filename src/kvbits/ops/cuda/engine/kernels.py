@@ -109,10 +109,15 @@ def refuses_memory(layout: PageLayout, ask: Ask) -> str | None:
         return family_of(layout).refuses("attend", layout, shared_limit=ask.shared_limit)
     if made.shared_bytes <= ask.shared_limit:
         return None
-    formats = " and ".join(f"{x.key.format}/{x.value.format}" for x in (layout, ask.beside) if x is not None)
+    return too_large([x for x in (layout, ask.beside) if x is not None], made.shared_bytes, ask.shared_limit)
+
+
+def too_large(layouts: Sequence[PageLayout], nbytes: int, limit: int) -> str:
+    """Say that a kernel for pages of these layouts takes more shared memory than a block has."""
+    formats = " and ".join(f"{x.key.format}/{x.value.format}" for x in layouts)
     return (
-        f"{formats} pages of {layout.page_size} tokens at head_dim={layout.head_dim} take {made.shared_bytes} bytes of"
-        f" shared memory, and a block of this GPU has {ask.shared_limit}; use smaller pages"
+        f"{formats} pages of {layouts[0].page_size} tokens at head_dim={layouts[0].head_dim} take {nbytes} bytes of"
+        f" shared memory, and a block of this GPU has {limit}; use smaller pages"
     )
 
 

@@ -311,7 +311,7 @@ def ring_defines(
 
 
 def slot_defines(shape: Shape, slot: int, raw_tokens: int, has_raw: bool) -> dict[str, int]:
-    """Macros of the ring, whatever is packed in it."""
+    """Return the macros of the ring, whatever is packed in it."""
     return {
         "SLOTS": shape.slots,
         "SLOT_BYTES": slot,
@@ -322,7 +322,7 @@ def slot_defines(shape: Shape, slot: int, raw_tokens: int, has_raw: bool) -> dic
 
 
 def chunk_defines(layout: PageLayout, chunk: int, units: int, num_planes: tuple[int, int]) -> dict[str, int]:
-    """Macros of chunks of so many tokens; units: of 32 tokens per step."""
+    """Return the macros of chunks of so many tokens; units: of 32 tokens per step."""
     found = {"CHUNK": chunk, "UNITS": units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     for kind, planes in zip("kv", num_planes, strict=True):
         found |= attend_defines(chunk_layout(layout, chunk), kind, planes)
@@ -330,7 +330,7 @@ def chunk_defines(layout: PageLayout, chunk: int, units: int, num_planes: tuple[
 
 
 def constants(defines: Mapping[str, int]) -> str:
-    """Those macros as constants, for a kernel that has several formats' in namespaces."""
+    """Write macros as constants, for a kernel that has several formats' in namespaces."""
     return " ".join(f"constexpr {'int' if n < 2**31 else 'unsigned'} {name} = {n};" for name, n in defines.items())
 
 

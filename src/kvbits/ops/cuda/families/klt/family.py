@@ -197,19 +197,19 @@ def _bytes_fit(layout: PageLayout) -> bool:
 
 
 def _bytes(layout: PageLayout, tokens: int) -> int:
-    """Bytes of a chunk of so many tokens."""
+    """Count the bytes of a chunk of so many tokens."""
     return shape.used_bytes(shape.chunk_layout(layout, tokens))
 
 
 def _chunk_beside(layout: PageLayout, room: int) -> int:
-    """Tokens of a chunk of the second format of a kernel: as many as the slots of the first have room for."""
+    """Return the tokens of a chunk of a kernel's second format: as many as the slots of the first have room for."""
     most = shape.chunk_tokens(layout)
     sizes = (n for n in (most, 128, 64) if n <= most and most % n == 0)
     return next((n for n in sizes if _bytes(layout, n) <= room), LEAST_CHUNK)
 
 
 def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> dict[str, int]:
-    """Macros that belong to one of a kernel's formats; units: of 32 tokens per step."""
+    """Return the macros that belong to one of a kernel's formats; units: of 32 tokens per step."""
     d, small = layout.head_dim, shape.chunk_layout(layout, chunk)
     planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, d))
     defines = shape.chunk_defines(layout, chunk, units, planes)
