@@ -1,1 +1,1 @@
-"""WHERE codes live: page ids (integers), pools (bytes), the paged cache, saved files."""
+"""Places where codes live: page ids (integers), pools (bytes), the paged cache, saved files."""

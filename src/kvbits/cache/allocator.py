@@ -35,7 +35,7 @@ class Allocator:
             heapq.heappush(self._free, page_id)
 
     def allocate(self) -> int:
-        """A free id, now held once. The caller has checked `num_free`."""
+        """Return a free id, now held once. The caller has checked `num_free`."""
         page_id = heapq.heappop(self._free)
         self._counts[page_id] = 1
         return page_id
@@ -61,7 +61,7 @@ class Allocator:
         return new
 
     def shared(self) -> set[int]:
-        """Ids that are held more than once."""
+        """Return ids that are held more than once."""
         return {i for i, n in enumerate(self._counts) if n > 1} if max(self._counts, default=0) > 1 else set()
 
     def count(self, page_id: int) -> int:

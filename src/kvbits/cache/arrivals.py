@@ -30,7 +30,7 @@ class Arrivals:
         self._forget()
 
     def __reduce__(self) -> tuple[type[Arrivals], tuple[int, torch.device]]:
-        """A copy has nothing on its way."""
+        """Return the parts of a copy, which has nothing on its way."""
         return Arrivals, (self._num_layers, self._device)
 
     def _forget(self) -> None:
@@ -68,7 +68,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait(self, layer: int) -> None:
-        """Until the bytes of a layer are checked.
+        """Wait until the bytes of a layer are checked.
 
         Copies on their way to a GPU are waited for by its current stream, not by the host.
 
@@ -97,11 +97,11 @@ class Arrivals:
             self._forget()
 
     def wait_for_all(self) -> None:
-        """As `wait`, for the last layer."""
+        """Wait for the last layer, as `wait` does."""
         self.wait(self._num_layers - 1)
 
     def forget(self, row: int | None = None) -> None:
-        """The sequence `row` (None: any) is of no use any more. Returns when nothing is written to its pages."""
+        """Abandon the sequence `row` (None: any). Returns when nothing is written to its pages."""
         if not self.under_way or row not in (None, self._row):
             return
         self._stop()

@@ -37,7 +37,7 @@ _FIELDS = (
     *("kind", "rope", "start", "tokens", "page_size", "layers", "shard", "shards", "kv_heads", "pages", "table_bytes"),
     *("data_bytes", "checksum", "scheme", "model", "calibration", "key", "table_crc"),
 )
-"""Of a header and its identity, in the order of the bytes."""
+"""Fields of a header and its identity, in the order of the bytes."""
 ALIGNMENT = 64
 MOST_PAGES = 1 << 20
 """Pages of one blob; far more than any writer puts into one."""
@@ -92,7 +92,7 @@ class Identity:
 
     @classmethod
     def of(cls, spec: CacheSpec, made_for: str | None, calibration: bytes) -> Identity:
-        """Identity of a cache that holds all kv heads, and a calibration of this id."""
+        """Return the identity of a cache that holds all kv heads, and a calibration of this id."""
         turned = {1 if g.key.pre_rope else 3 if g.key.needs_rotary else 0 for g in spec.groups}
         unnamed = cls(
             scheme=short(spec.format_id.encode()),
@@ -184,7 +184,9 @@ class Header:
         return cls(identity=identity, **fields | {"kind": Kind(kind)})
 
     def refuses(self, wanted: Identity) -> str | None:
-        """Say why a cache of identity `wanted` cannot take this blob, or None. A side that names no model takes any."""
+        """Return why a cache of identity `wanted` cannot take this blob, or None. A side that names no model
+        takes any.
+        """
         mine = self.identity
         if mine.scheme != wanted.scheme:
             return "it is of another scheme or geometry"
@@ -264,7 +266,7 @@ def _pool_code(pool: str) -> int:
 
 
 def _known(group: int, pool: int, groups: Sequence[LayerGroup], what: str) -> tuple[int, str]:
-    """Layer group and name of a pool by their numbers."""
+    """Return the layer group and name of a pool by their numbers."""
     if group >= len(groups) or pool >= len(groups[group].pools):
         raise FileFormatError(
             f"{what} holds a page of pool {pool} of layer group {group}, which this scheme and geometry do not have"
@@ -277,12 +279,12 @@ def _known(group: int, pool: int, groups: Sequence[LayerGroup], what: str) -> tu
 
 
 def short(data: bytes) -> bytes:
-    """12 bytes that name `data`."""
+    """Return 12 bytes that name `data`."""
     return hashlib.sha256(data).digest()[:12]
 
 
 def calibration_id(static: Sequence[dict[str, torch.Tensor]]) -> bytes:
-    """12 bytes that name calibrated parameters; zeros for none."""
+    """Return 12 bytes that name calibrated parameters; zeros for none."""
     if not any(static):
         return bytes(12)
     digest = hashlib.sha256()
@@ -298,26 +300,26 @@ def as_float32(x: torch.Tensor) -> bytes:
 
 
 def checksums(units: np.ndarray) -> np.ndarray:
-    """uint64 [n] of uint8 [n, bytes], rows contiguous."""
+    """Return uint64 [n] of uint8 [n, bytes], rows contiguous."""
     from xxhash import xxh3_64_intdigest  # needed by what saves and loads, not by every cache
 
     return np.array([xxh3_64_intdigest(row.data) for row in units], np.uint64)
 
 
 def checksum_of_sums(sums: Iterable[np.ndarray]) -> int:
-    """Checksum of a blob's data: that of all its pages' checksums."""
+    """Return the checksum of a blob's data: that of all its pages' checksums."""
     return checksum(b"".join(s.astype(_WORD).tobytes() for s in sums))
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """Checksum of bytes: XXH3 of 64 bits. Large ones are hashed without Python's lock."""
+    """Return the checksum of bytes: XXH3 of 64 bits. Large ones are hashed without Python's lock."""
     from xxhash import xxh3_64_intdigest
 
     return int(xxh3_64_intdigest(data))
 
 
 def block_sums(block: torch.Tensor) -> np.ndarray:
-    """Checksums [layers] of a page [layers, H, head_bytes] on the host."""
+    """Return checksums [layers] of a page [layers, H, head_bytes] on the host."""
     return checksums(block.numpy().reshape(block.shape[0], -1))
 
 
@@ -326,7 +328,7 @@ def block_sums(block: torch.Tensor) -> np.ndarray:
 
 
 def block_shape(group: LayerGroup, pool: str) -> tuple[int, int, int]:
-    """Layers, kv heads, bytes of a head: a page of a pool."""
+    """Return layers, kv heads, bytes of a head: a page of a pool."""
     layout = group.layouts[pool]
     return len(group.layers), layout.num_kv_heads, layout.head_bytes
 

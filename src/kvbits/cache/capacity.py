@@ -13,8 +13,8 @@ from .pool import Pool
 
 
 def checked(batch_size: int | None, max_tokens: int | str | None) -> tuple[int | None, int | None]:
-    """Sequences, and tokens of each, that a capacity is for: one sequence where only tokens are said, None each for a
-    cache that grows.
+    """Return sequences, and tokens of each, that a capacity is for: one sequence where only tokens are said, None each
+    for a cache that grows.
 
     Raises:
         SpecError: a batch size without tokens, or one of them is not a whole number of at least 1.
@@ -38,8 +38,8 @@ def checked(batch_size: int | None, max_tokens: int | str | None) -> tuple[int |
 
 
 def allocate(spec: CacheSpec, batch_size: int | None, max_tokens: int | None, device: torch.device) -> list[GroupState]:
-    """Every layer group of `spec` with its pools: of `max_tokens` tokens for each of `batch_size` sequences, or empty
-    ones that grow.
+    """Return every layer group of `spec` with its pools: of `max_tokens` tokens for each of `batch_size` sequences, or
+    empty ones that grow.
 
     Raises:
         CacheError: the device has no memory for it; the message says how much that is.

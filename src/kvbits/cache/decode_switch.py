@@ -16,8 +16,8 @@ LOOK_EVERY = 16
 
 
 class DecodeSwitch:
-    """Begins decoding on the device where single tokens come one after the other, and ends it before anything else
-    happens to the sequences.
+    """A switch that begins decoding on the device where single tokens come one after the other, and ends it before
+    anything else happens to the sequences.
 
     Args:
         backend: "auto", or the one that every op was forced to.
@@ -55,11 +55,12 @@ class DecodeSwitch:
             self.decoding, self._single_passes = None, 0
 
     def interrupt(self) -> None:
-        """Something else than single tokens comes."""
+        """Note that something other than single tokens comes."""
         self._single_passes = 0
 
     def raise_found(self) -> None:
-        """
+        """Raise what closing found.
+
         Raises:
             DataError: what closing found on the device, once.
         """
@@ -68,11 +69,11 @@ class DecodeSwitch:
             raise found
 
     def forget_found(self) -> None:
-        """The sequences that held bad numbers are gone."""
+        """Forget what closing found, since the sequences that held bad numbers are gone."""
         self._found = None
 
     def refuses(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
-        """Say why single tokens are led by the host, whatever the sequences hold, or None."""
+        """Return why single tokens are led by the host, whatever the sequences hold, or None."""
         if self.host_only is not None:
             return self.host_only
         key = (num_q_heads, dtype)
@@ -118,7 +119,7 @@ class DecodeSwitch:
             )
 
     def leads(self) -> bool:
-        """Tell whether the next single token is decoded on the device: pages are assigned for it."""
+        """Return whether the next single token is decoded on the device: pages are assigned for it."""
         now = self.decoding
         return now is not None and (now.steps_left > 0 or decode.backend_of(self._device).capturing())
 
@@ -157,7 +158,7 @@ class DecodeSwitch:
         return now
 
     def host_begins(self, num_tokens: int) -> None:
-        """The host leads a pass of `num_tokens` tokens a sequence."""
+        """Note that the host leads a pass of `num_tokens` tokens a sequence."""
         self._single_passes = self._single_passes + 1 if num_tokens == 1 else 0
 
     def count_replays(self, steps: int) -> None:
@@ -172,7 +173,7 @@ class DecodeSwitch:
         self.decoding.count(steps)
 
     def explain(self) -> set[str]:
-        """Say who has served attention on the device."""
+        """Return who has served attention on the device."""
         return set(self._served)
 
     @property

@@ -42,7 +42,9 @@ MOST_AHEAD = 1 << 20
 
 
 def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dtype) -> str | None:
-    """Say why a cache that was built for `backend` cannot decode on the device whatever its sequences hold, or None."""
+    """Return why a cache that was built for `backend` cannot decode on the device whatever its sequences
+    hold, or None.
+    """
     if not decode.leads(stores.device):
         return f"the pages are on {stores.device.type}"
     if backend not in ("auto", decode.BACKENDS[stores.device.type]):
@@ -154,7 +156,7 @@ class DeviceDecode:
             self.steps_taken -= 1
 
     def explain(self) -> set[str]:
-        """Say who serves attention."""
+        """Return who serves attention."""
         return {attention.explain() for attention in self._plan_of.values()}
 
     # -- what closing found -----------------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ def _closings(state: GroupState, s: Sequence, steps: int) -> int:
 
 
 def _ring(state: GroupState, s: Sequence) -> int:
-    """Raw pages that a sequence of a group that quantizes uses in turn."""
+    """Return the number of raw pages that a sequence of a group that quantizes uses in turn."""
     return -(-(s.residual_length + state.group.page_size) // state.group.page_size)
 
 
@@ -280,7 +282,9 @@ def _round_the_ring(held: int, most: int, closings: int) -> tuple[int, int]:
 
 
 def _missing(state: GroupState, steps: int) -> dict[str, int]:
-    """Pages to assign for `steps` more tokens of every sequence, raw pages that are shared with others now included."""
+    """Return pages to assign for `steps` more tokens of every sequence, raw pages that are shared with others now
+    included.
+    """
     size, tail = state.group.page_size, state.pools["tail"].allocator
     found = {"closed": 0, "tail": 0} | dict.fromkeys(state.group.copy_pools, 0)
     for s in state.sequences:
@@ -296,7 +300,7 @@ def _missing(state: GroupState, steps: int) -> dict[str, int]:
 
 
 def _steps(state: GroupState) -> int:
-    """Tokens that pages can be assigned for."""
+    """Return the number of tokens that pages can be assigned for."""
     if state.pools["closed"].fixed_capacity is None:
         return AHEAD
 
@@ -344,8 +348,8 @@ def _enter_row(state: GroupState, s: Sequence, steps: int) -> _Row:
 
 
 def _assign(state: GroupState, steps: int) -> tuple[list[_Row], int]:
-    """Pages of every sequence for `steps` tokens more, and how many raw pages each uses in turn (0 where pages are
-    filled token by token).
+    """Return pages of every sequence for `steps` tokens more, and how many raw pages each uses in turn (0 where pages
+    are filled token by token).
     """
     for name, n in _missing(state, steps).items():
         state.pools[name].reserve(n)
@@ -360,8 +364,8 @@ def _assign(state: GroupState, steps: int) -> tuple[list[_Row], int]:
 
 
 def _numbers(state: GroupState) -> list[np.ndarray]:
-    """int32 [rows, B] of the state; then [B] each: position of the first closed token, sink tokens, newest tokens
-    that stay raw.
+    """Return int32 [rows, B] of the state; then [B] each: position of the first closed token, sink tokens, newest
+    tokens that stay raw.
     """
     batch = len(state.sequences)
     size, kinds = state.group.page_size, len(state.group.copies)
@@ -425,7 +429,7 @@ def _plan(
     scaling: float,
     softcap: float | None,
 ) -> KeptPlan:
-    """The plan for decoding a group on the device with the parts `names`: kept, as pages are assigned again and
+    """Return the plan for decoding a group on the device with the parts `names`: kept, as pages are assigned again and
     again.
     """
     g, batch_size = state.group, len(state.sequences)

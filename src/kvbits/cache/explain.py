@@ -29,14 +29,16 @@ _WORDS = {
     "cuda": "CUDA kernels",
     "reference": "plain PyTorch, slower",
 }
-"""How the printed lines name kinds of bytes, pools, operations and backends; pools of tiers are "in a younger tier"."""
+"""Names in the printed lines for kinds of bytes, pools, operations and backends; pools of tiers are "in a younger
+tier".
+"""
 
 
 class Explanation(dict[str, Any]):
     """The findings of `PagedCache.explain`: a dict, which prints as a few lines."""
 
     def of_model(self, numbers: list[int], beside: list[int], nbytes: int) -> Explanation:
-        """The same with a model's numbers of its layers.
+        """Return the same with a model's numbers of its layers.
 
         Args:
             numbers: of each layer that stores pages.
@@ -106,8 +108,8 @@ def facts(
 
 
 def _capacity(spec: CacheSpec, sequences: int | None, tokens: int | None) -> dict[str, int | None] | None:
-    """A fixed capacity: sequences, tokens of each that were asked for, and tokens that its whole pages really hold
-    (None: any number).
+    """Return a fixed capacity: sequences, tokens of each that were asked for, and tokens that its whole pages really
+    hold (None: any number).
     """
     return (
         None
@@ -145,7 +147,7 @@ def _pages(group: dict[str, Any]) -> str:
 
 
 def _served(ops: Iterable[str]) -> list[str]:
-    """A line for everybody who serves operations, with why others do not: "CPU kernels: quantizing pages"."""
+    """Return a line for everybody who serves operations, with why others do not: "CPU kernels: quantizing pages"."""
     found: dict[str, list[str]] = {}
     for op, _, served in (one.partition(" by ") for one in ops):
         backend, *why = served.split(" ", 1)
@@ -154,7 +156,7 @@ def _served(ops: Iterable[str]) -> list[str]:
 
 
 def in_words(spec: QuantSpec) -> str:
-    """A tensor's format for people, like "int4 in groups of 32"."""
+    """Return a tensor's format for people, like "int4 in groups of 32"."""
     if spec.is_raw:
         return "raw"
     shared = {PerTensor: "with one scale", PerToken: "per token", PerChannel: "per channel"}
@@ -182,7 +184,7 @@ def _copied(copies: tuple[Copies, ...]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Like "0, 4 to 6"."""
+    """Return numbers as text, like "0, 4 to 6"."""
     found: list[list[int]] = []
     for n in sorted(numbers):
         if found and n == found[-1][1] + 1:
@@ -193,7 +195,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def bytes_by_kind(groups: list[GroupState]) -> dict[str, int]:
-    """Allocated bytes split into codes, scales, outliers, raw, padding and free."""
+    """Return allocated bytes split into codes, scales, outliers, raw, padding and free."""
     kinds = dict.fromkeys(("codes", "scales", "outliers", "raw", "padding", "free"), 0)
     for g in groups:
         for pool in g.pools.values():
@@ -230,7 +232,7 @@ def too_small_for_a_gpu(groups: list[GroupState]) -> list[str]:
 
 
 def no_memory(spec: CacheSpec, batch_size: int, max_tokens: int, device: torch.device, error: Exception) -> str:
-    """That a fixed capacity found no memory, how much it is, and what to change."""
+    """Return a message that a fixed capacity found no memory, how much it is, and what to change."""
     nbytes = spec.nbytes(max_tokens, batch_size)
     said = str(error).strip().split("\n")[0]
     return (
@@ -241,7 +243,7 @@ def no_memory(spec: CacheSpec, batch_size: int, max_tokens: int, device: torch.d
 
 
 def other_batch(held: int, batch_size: int) -> str:
-    """Say what to call before a pass of another batch size."""
+    """Return what to call before a pass of another batch size."""
     n, rest = divmod(batch_size, held)
     if rest:
         return "use batch_select_indices() (PagedCache: select()), or reset() first"
@@ -259,7 +261,7 @@ def full(
     error: str,
     room: int | None = None,
 ) -> str:
-    """That tokens did not fit, into what, and why more capacity may not help.
+    """Return a message that tokens did not fit, into what, and why more capacity may not help.
 
     Args:
         built_for: sequences, and tokens of each, of the fixed capacity, where they are known.
@@ -286,7 +288,7 @@ def full(
 
 
 def _cut_pages(groups: list[GroupState]) -> str:
-    """That crops went into closed pages, and the room that this takes; nothing where none did."""
+    """Return a message that crops went into closed pages, and the room that this takes; nothing where none did."""
     by_group = [(g, [n for s in g.sequences for n in s.closed_lengths if n < g.group.page_size]) for g in groups]
     g, cut = max(by_group, key=lambda x: len(x[1]), default=(None, []))
     if g is None or not cut:

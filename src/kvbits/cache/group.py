@@ -36,7 +36,7 @@ class Snapshot(NamedTuple):
     pools: dict[str, PoolBefore]
 
     def reused(self, step: Step) -> list[tuple[str, int]]:
-        """(pool, id) of the pages that a step takes and that held something."""
+        """Return (pool, id) of the pages that a step takes and that held something."""
         held = {name: pool.allocator for name, pool in self.pools.items()}
         return [(pool, i) for pool, i in step.taken if i < held[pool].capacity and held[pool].count(i)]
 
@@ -75,7 +75,7 @@ class GroupState:
         return step
 
     def uses(self, s: Sequence, n: int) -> tuple[int, int, int]:
-        """(sink tokens, closings, tail pages these consume) of n more tokens."""
+        """Return (sink tokens, closings, tail pages these consume) of n more tokens."""
         g, tail_tokens = self.group, s.tail_tokens
         sinks = min(n, max(0, g.num_sink_tokens - s.length))
         waiting = tail_tokens + n - sinks - s.residual_length - 1
@@ -85,7 +85,7 @@ class GroupState:
         return sinks, closings, closings if closings * g.page_size <= tail_tokens else len(s.tail)
 
     def _first_needed(self, s: Sequence, position: int) -> int:
-        """Oldest token that must stay for a query at `position`."""
+        """Return the oldest token that must stay for a query at `position`."""
         return s.released if self.keep_past else self.group.first_visible(position)
 
     def _make_room(self, row: int, n: int, history_first: bool) -> Cut:
@@ -110,8 +110,8 @@ class GroupState:
     def _cut(
         self, row: int, run: Run, sinks: int, closings: int, need: int, sources: list[int], moves: list[Move]
     ) -> Cut:
-        """Sinks, pages that close and tail of a run of tokens; what lies before `need` is left out, where nothing older
-        stays.
+        """Return sinks, pages that close and tail of a run of tokens; what lies before `need` is left out, where
+        nothing older stays.
         """
         s, g, size = self.sequences[row], self.group, self.group.page_size
         to_sink: Run | None = None
@@ -144,7 +144,7 @@ class GroupState:
                 self.pools[name].reserve(n)
 
     def _wanted(self, cuts: list[Cut]) -> dict[str, int]:
-        """Pages of each pool that these take."""
+        """Return pages of each pool that these take."""
         size, found = self.group.page_size, dict.fromkeys(self.pools, 0)
         for cut in cuts:
             s = self.sequences[cut.row]
@@ -163,7 +163,7 @@ class GroupState:
 
     @staticmethod
     def _closes_into(s: Sequence, cut: Cut, i: int) -> str:
-        """Pool of page i of those that a cut closes."""
+        """Return the pool of page i of those that a cut closes."""
         return pool_name(bisect.bisect_right(s.young, len(cut.pages) - 1 - i), len(s.young))
 
     def _copied_into(self, cut: Cut, i: int) -> tuple[str, ...]:
@@ -306,7 +306,7 @@ class GroupState:
     # -- tiers ------------------------------------------------------------------------------------------------------
 
     def _allowed(self, s: Sequence, closings: int) -> list[int]:
-        """Pages that each tier and all younger ones may hold after `closings` more.
+        """Return pages that each tier and all younger ones may hold after `closings` more.
 
         While tokens are speculative, as many more as pages closed since, so that they can be taken back.
         """
@@ -352,8 +352,8 @@ class GroupState:
         return step
 
     def set_tiers(self, row: int, boundaries: list[int], residual_length: int) -> Step:
-        """Other tier sizes for a sequence from now on: pages past a smaller boundary leave their tier at once, and do
-        not return.
+        """Set other tier sizes for a sequence from now on: pages past a smaller boundary leave their tier at once, and
+        do not return.
 
         Raises:
             PoolFullError: pages are missing. The caller restores the snapshot it took.
@@ -367,7 +367,7 @@ class GroupState:
         self.keep_past = True
 
     def settle(self) -> Step:
-        """Speculation is over: let go of what it kept."""
+        """End speculation and let go of what it kept."""
         self.keep_past = False
         for s in self.sequences:
             s.speculated, s.closed_since, s.lost = 0, 0, [0] * len(s.young)
@@ -386,7 +386,7 @@ class GroupState:
         self._closed_tables = None
 
     def select(self, rows: list[int]) -> None:
-        """Rows become copies of `rows` (repeats share pages); rows not named are freed."""
+        """Make rows copies of `rows` (repeats share pages); rows not named are freed."""
         chosen = [self.sequences[r].clone() for r in rows]
         for s in chosen:
             for pool, ids in s.pages().items():
@@ -424,7 +424,7 @@ class GroupState:
                 self.pools[pool].allocator.release(page_id)
 
     def check_crop(self, row: int, length: int) -> None:
-        """Raises CacheStateError if the sequence cannot be cut back to `length` tokens."""
+        """Raise CacheStateError if the sequence cannot be cut back to `length` tokens."""
         s = self.sequences[row]
         if length and s.released > self.group.first_visible(length):
             raise CacheStateError(
@@ -473,17 +473,17 @@ class GroupState:
     # -- tables -----------------------------------------------------------------------------------------------------
 
     def tables(self) -> dict[str, Table]:
-        """Tables of all sequences as they are now, on the host, by pool, as far as it holds anything."""
+        """Return tables of all sequences as they are now, on the host, by pool, as far as it holds anything."""
         if self._closed_tables is None:
             self._closed_tables = tables.of_closed(self.sequences, self.group)
         return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens)
 
     def forget_tables(self) -> None:
-        """Page lists changed."""
+        """Forget the tables, since page lists changed."""
         self._closed_tables = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copying and pickling: tables carry raw addresses and are made anew."""
+        """Return the state for copying and pickling: tables carry raw addresses and are made anew."""
         return self.__dict__ | {"_closed_tables": None}
 
     # -- undo -------------------------------------------------------------------------------------------------------

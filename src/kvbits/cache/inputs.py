@@ -24,7 +24,7 @@ LARGEST_QUERY = 2.0**100
 
 
 def listed(name: str, values: Any, error: type[KvbitsError] = DataError) -> list[Any]:
-    """`values` as a list.
+    """Return `values` as a list.
 
     Raises:
         DataError: (or `error`) one value where several are asked for.
@@ -35,7 +35,7 @@ def listed(name: str, values: Any, error: type[KvbitsError] = DataError) -> list
 
 
 def positions_of_pages(starts: Any) -> list[int]:
-    """`starts` as a list of whole numbers.
+    """Return `starts` as a list of whole numbers.
 
     Raises:
         DataError: no list, or what is no position.
@@ -47,7 +47,7 @@ def positions_of_pages(starts: Any) -> list[int]:
 
 
 def lengths_of(lengths: Any, held: list[int]) -> list[int]:
-    """Lengths to crop to, one of each sequence (one number: of all).
+    """Return lengths to crop to, one of each sequence (one number: of all).
 
     Args:
         held: lengths of the sequences.
@@ -70,7 +70,7 @@ def lengths_of(lengths: Any, held: list[int]) -> list[int]:
 
 
 def chosen_pages(starts: Any, held: list[list[int]], row: int) -> list[list[int]]:
-    """Positions of first tokens of closed pages, per layer group.
+    """Return positions of first tokens of closed pages, per layer group.
 
     Args:
         held: those that sequence `row` has.
@@ -94,7 +94,8 @@ def chosen_pages(starts: Any, held: list[list[int]], row: int) -> list[list[int]
 
 
 def require_layer(spec: CacheSpec, layer: Any) -> None:
-    """
+    """Require that the cache has a layer.
+
     Raises:
         DataError: the cache has no such layer.
     """
@@ -103,7 +104,7 @@ def require_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 class InputCheck:
-    """Checks queries, keys and values of a cache; a kind of call that passed is not looked at again."""
+    """Checker of a cache's queries, keys and values; a kind of call that passed is not looked at again."""
 
     def __init__(self, spec: CacheSpec, device: torch.device) -> None:
         self._spec, self._device = spec, device
@@ -192,7 +193,7 @@ class InputCheck:
     def clean(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, T, H, D] with zeros for padding, which may hold anything, and all numbers finite.
+        """Return keys and values [B, T, H, D] with zeros for padding, which may hold anything, and all numbers finite.
 
         Args:
             valid: bool [B, T], False for padding; one of another shape is left to `Passes.begin`, which refuses it.

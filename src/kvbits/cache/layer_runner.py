@@ -32,8 +32,8 @@ from .step import Close, Recode, Step
 
 
 def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
-    """Group pages that one call quantizes: those of any sequences that waited whole in the tail, and those that follow
-    each other in a sequence's fresh tokens, which are read where they lie.
+    """Return group pages that one call quantizes: those of any sequences that waited whole in the tail, and those that
+    follow each other in a sequence's fresh tokens, which are read where they lie.
     """
     runs: list[list[Close]] = []
     waited: dict[str, list[Close]] = {}  # by pool
@@ -57,7 +57,7 @@ def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
 
 
 def _pages(store: PageStore, page_ids: list[int]) -> torch.Tensor:
-    """uint8 [n, H, head_bytes]: a page where it lies, or several put side by side."""
+    """Return uint8 [n, H, head_bytes]: a page where it lies, or several put side by side."""
     return store.page(page_ids[0])[None] if len(page_ids) == 1 else store.gather(np.array(page_ids, np.int64))
 
 
@@ -108,7 +108,7 @@ def _pages_named(run: Sequence[Close | Recode], page_size: int) -> str:
 
 
 class LayerRunner:
-    """Carries the steps of forward passes out, one layer at a time.
+    """Runner of the steps of forward passes, one layer at a time.
 
     Args:
         backend: "auto", or force one for every op that has it.
@@ -242,7 +242,7 @@ class LayerRunner:
     def _plan_of_pass(
         self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward
     ) -> KeptPlan:
-        """The plan that serves a group in a pass, told of what it reads."""
+        """Return the plan that serves a group in a pass, told of what it reads."""
         history = f.steps[place.group].history
         spans = any(table.spans is not None for table in history.values())
         key = (place.group, tuple(history), q.shape[:3], q.dtype, scaling, softcap, spans, f.history_first)
@@ -275,7 +275,7 @@ class LayerRunner:
         return attention
 
     def _chunk(self, place: Place) -> int | None:
-        """Tokens of the chunks that a place's attention is cut into, or None."""
+        """Return the number of tokens of the chunks that a place's attention is cut into, or None."""
         g = self._stores.spec.layers[place.layer]
         return g.sliding_window if g.chunked else None
 

@@ -141,7 +141,7 @@ class PagedCache:
         return self._passes.changes
 
     def change(self, what: str) -> AbstractContextManager[Undo]:
-        """Inside, `held_groups` are changed whole: an error or an interrupt takes everything back.
+        """Change `held_groups` as a whole inside: an error or an interrupt takes everything back.
 
         Nothing else of this cache is to be used there.
 
@@ -163,11 +163,11 @@ class PagedCache:
         return sum(p.nbytes for g in self.held_groups for p in g.pools.values())
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Allocated bytes split into codes, scales, outliers, raw, padding and free. Their sum is `nbytes`."""
+        """Return allocated bytes split into codes, scales, outliers, raw, padding and free. Their sum is `nbytes`."""
         return explain.bytes_by_kind(self.groups)
 
     def explain(self) -> Explanation:
-        """Say what is stored, who serves each op and why the others do not, and where the bytes are.
+        """Return what is stored, who serves each op and why the others do not, and where the bytes are.
 
         Returns:
             A dict, which prints as a few lines.
@@ -293,7 +293,7 @@ class PagedCache:
     def _enter(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Forward]:
-        """A layer arrives with checked keys and values: begin the pass if it is the first.
+        """Let a layer arrive with checked keys and values: begin the pass if it is the first.
 
         A device that leads the pass looks at padding and at numbers itself.
         """
@@ -328,12 +328,12 @@ class PagedCache:
         return self._passes.switch.led_by_host
 
     def cannot_decode_on_device(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
-        """Say why single tokens are led by the host, whatever the sequences hold, or None."""
+        """Return why single tokens are led by the host, whatever the sequences hold, or None."""
         return self._passes.switch.refuses(num_q_heads, dtype)
 
     def read_again(self) -> None:
-        """Say that steps with `more` will come: tokens are then led by the host, since a step on the device stores and
-        attends once.
+        """Announce that steps with `more` will come: tokens are then led by the host, since a step on the device stores
+        and attends once.
         """
         self._passes.switch.host_only = "layers of this model share keys and values"
 
@@ -357,7 +357,7 @@ class PagedCache:
         self._passes.switch.count_replays(steps)
 
     def store_of(self, layer: int, pool: str) -> PageStore:
-        """A layer's pages of one pool."""
+        """Return a layer's pages of one pool."""
         self.arrivals.wait(layer)
         return self._stores.of_layer(layer, pool)
 
@@ -439,7 +439,7 @@ class PagedCache:
             self._layers.recode(steps, undo)
 
     def closed_pages(self, row: int) -> list[list[int]]:
-        """Per layer group, the positions of the first tokens of the closed pages that a sequence holds."""
+        """Return, per layer group, the positions of the first tokens of the closed pages that a sequence holds."""
         (row,) = self._rows([row])
         found = [
             (g.sequences[row].closed_starts(g.group.num_sink_tokens), g.sequences[row].closed) for g in self.groups
@@ -469,7 +469,7 @@ class PagedCache:
                 state.drop(row, wanted)
 
     def select(self, rows: Rows[int]) -> None:
-        """Sequence i becomes the old sequence rows[i].
+        """Make sequence i the old sequence rows[i].
 
         Repeats share pages until one of them writes (fork, beam reorder, repeat); sequences not named are freed.
         """
@@ -552,7 +552,7 @@ class PagedCache:
 
     @property
     def named_beyond_ids(self) -> list[str]:
-        """Names in `beyond_ids` that count; waits for a GPU that has not answered yet."""
+        """The names in `beyond_ids` that count; waits for a GPU that has not answered yet."""
         return [name for name, counts in self.beyond_ids.items() if bool(counts)]
 
     def require_same_model(self) -> None:

@@ -45,8 +45,8 @@ def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None
 def shared(
     spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
-    """Per layer what `PageStore.static` holds: the calibration, inverses of its bases, offsets and, for keys that are
-    turned back, the rotary embedding's frequencies.
+    """Return, per layer what `PageStore.static` holds: the calibration, inverses of its bases, offsets and, for keys
+    that are turned back, the rotary embedding's frequencies.
 
     Raises:
         SpecError: the geometry of such a layer has no rotary embedding.
@@ -87,7 +87,7 @@ def by_pool(
 
 
 def orders(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
-    """Stored order of channels of the layers where it is not the model's."""
+    """Return the stored order of channels of the layers where it is not the model's."""
     found = {}
     for layer in _turned(spec):
         geometry = spec.layers[layer]
@@ -98,7 +98,7 @@ def orders(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
 
 
 def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
-    """`PageStore.turn` of the layers that can use one: centred keys stored token by token, of a known rotary
+    """Return `PageStore.turn` of the layers that can use one: centred keys stored token by token, of a known rotary
     embedding.
     """
     found: dict[int, torch.Tensor] = {}
@@ -110,5 +110,5 @@ def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
 
 
 def _turned(spec: CacheSpec) -> set[int]:
-    """Layers whose keys are turned back."""
+    """Return layers whose keys are turned back."""
     return {layer for group in spec.groups if group.key.needs_rotary for layer in group.layers}

@@ -115,7 +115,7 @@ class Forward:
             )
 
     def mask(self, layer: int, valid: torch.Tensor | None) -> torch.Tensor | None:
-        """The pass's own mask, which padding is cleaned by.
+        """Return the pass's own mask, which padding is cleaned by.
 
         On a GPU a layer's is taken for it, since looking would wait.
 
@@ -132,7 +132,7 @@ class Forward:
         return valid
 
     def ends(self, chunk: int) -> torch.Tensor:
-        """The last position of the chunk of positions that each token is in, -1 for padding.
+        """Return the last position of the chunk of positions that each token is in, -1 for padding.
 
         The newest `chunk` tokens before it are those of the chunk.
         """
@@ -141,7 +141,9 @@ class Forward:
         return self._ends[chunk]
 
     def real_tokens(self, device: torch.device) -> list[torch.Tensor]:
-        """The real tokens of each row of a batch with padding: int64 [n] on the device, the same for all layers."""
+        """Return the real tokens of each row of a batch with padding: int64 [n] on the device, the same for
+        all layers.
+        """
         assert self.valid is not None
         if self._real is None:
             self._real = [upload(x.nonzero().squeeze(1), device) for x in self.valid]
@@ -261,7 +263,7 @@ class Passes:
         self.switch.settle()
 
     def led_by_device(self, num_tokens: int) -> bool:
-        """Tell whether the device leads the pass that tokens come to: the one under way, or the one they begin."""
+        """Return whether the device leads the pass that tokens come to: the one under way, or the one they begin."""
         if self.forward is not None:
             return self.forward.device is not None
         return num_tokens == 1 and not self._arrivals.under_way and self.switch.leads()
@@ -341,7 +343,7 @@ class Passes:
             )
 
     def _advance(self, counts: list[int], history_first: bool, before: list[Snapshot]) -> tuple[list[int], list[Step]]:
-        """Lengths before, and steps of the groups."""
+        """Return lengths before, and steps of the groups."""
         for g in self._groups:
             g.resize(len(counts))
         lengths = [s.length for s in self._groups[0].sequences]
@@ -359,7 +361,7 @@ class Passes:
         return lengths, steps
 
     def arrive(self, layer: int, batch_size: int, num_tokens: int) -> Forward:
-        """The pass under way, which a layer with so many tokens comes to.
+        """Return the pass under way, which a layer with so many tokens comes to.
 
         Raises:
             CacheStateError: the layer has been here already.
@@ -376,7 +378,7 @@ class Passes:
         return f
 
     def leave(self, layer: int, f: Forward) -> None:
-        """A layer is done; the last one ends the pass.
+        """Note that a layer is done; the last one ends the pass.
 
         Raises:
             DataError: what a layer of the pass found on a GPU.
@@ -387,7 +389,7 @@ class Passes:
             self._now = _Now(self.changes + 1, None, None)
 
     def _stands(self, f: Forward) -> bool:
-        """Tell whether what was before a pass can be had back."""
+        """Return whether what was before a pass can be had back."""
         return f.began == self.changes
 
     def abandon(self) -> None:
@@ -406,7 +408,9 @@ class Passes:
         self.heal()
 
     def fail(self, error: BaseException) -> None:
-        """An error ends the pass, unless it only says what cannot be done now: take it back if that can be done."""
+        """End the pass after an error, unless it only says what cannot be done now: take it back if that can
+        be done.
+        """
         if self.forward is not None and not isinstance(error, CacheStateError) and self._stands(self.forward):
             self.abandon()
 
@@ -424,7 +428,7 @@ class Passes:
                 self._awaited = f.pending if f.pending != self._layers else set()
 
     def reset(self) -> None:
-        """All sequences are gone, and with them the pass under way."""
+        """Forget all sequences, and with them the pass under way."""
         self.switch.settle()
         with self.change("reset()", ends_pass=True):
             for g in self._groups:
@@ -437,7 +441,8 @@ class Passes:
         self.switch.forget_found()
 
     def require_beginning(self, layer: int, again: bool = False) -> None:
-        """A layer comes: if no pass is under way, it has to be one that a pass begins with. Its pages are waited for.
+        """Require that a layer may come: if no pass is under way, it has to be one that a pass begins with. Its pages
+        are waited for.
 
         Args:
             again: with other queries for what it brought in this pass.
@@ -469,7 +474,7 @@ class Passes:
             self._awaited = set()
 
     def require_none(self, what: str) -> None:
-        """Anything but a pass begins: what an interrupt left half done is taken back.
+        """Take back what an interrupt left half done, since anything but a pass begins.
 
         Raises:
             CacheStateError: in the middle of a pass.

@@ -30,7 +30,7 @@ one layer of 32 holds besides.
 
 @torch.inference_mode(False)  # what is made inside of it cannot be written outside, where a pass may be taken back
 def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised uint8 [nbytes]. The only place where page memory comes from (tests poison it here)."""
+    """Return uninitialised uint8 [nbytes]. The only place where page memory comes from (tests poison it here)."""
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     # Private, because shared anonymous memory gets no 2 MiB pages and a forked child would write into its parent's
@@ -113,7 +113,7 @@ class Pool:
         self._stores, self.slabs, self.allocator = {}, before.slabs[:], before.allocator
 
     def store(self, layer: int, static: dict[str, torch.Tensor], turn: torch.Tensor | None = None) -> PageStore:
-        """The pages of one layer (its index inside the group)."""
+        """Return the pages of one layer (its index inside the group)."""
         if layer not in self._stores:
             self._stores[layer] = PageStore(self.layout, tuple(s[:, layer] for s in self.slabs), static, turn)
         return self._stores[layer]
@@ -127,13 +127,13 @@ class Pool:
         raise IndexError(f"page {page_id} lies past the {self.name} pool's end")
 
     def block(self, page_id: int) -> torch.Tensor:
-        """uint8 [layers, H, head_bytes]: all bytes of an id, writable."""
+        """Return uint8 [layers, H, head_bytes]: all bytes of an id, writable."""
         slab, index = self.place(page_id)
         return slab[index]
 
     def remade(self, group: LayerGroup, device: torch.device, of_slab: Callable[[torch.Tensor], torch.Tensor]) -> Pool:
-        """A pool of another group of as many layers, with the same page ids and what `of_slab` makes of each slab [ids,
-        layers, H, head_bytes].
+        """Return a pool of another group of as many layers, with the same page ids and what `of_slab` makes of each
+        slab [ids, layers, H, head_bytes].
         """
         new = Pool(group, self.name, None, device)
         new.fixed_capacity, new.allocator = self.fixed_capacity, copy.deepcopy(self.allocator)
@@ -143,7 +143,7 @@ class Pool:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling: stores are views with raw addresses cached on them and are made anew."""
+        """Return the state for pickling: stores are views with raw addresses cached on them and are made anew."""
         return self.__dict__ | {"_stores": {}}
 
     def __deepcopy__(self, memo: dict) -> Pool:

@@ -32,7 +32,7 @@ AHEAD = 4
 PARTS = 4
 """Parts of the layers that come one after the other where the first may be used before the last are there."""
 FIRST_BYTES = 1 << 14
-"""Read of a blob at once: its header, and its table where that is no larger."""
+"""Parts of a blob that are read at once: its header, and its table where that is no larger."""
 
 
 class DamagedError(FileFormatError):

@@ -65,7 +65,7 @@ class Sequence:
 
     @classmethod
     def empty(cls, group: LayerGroup) -> Sequence:
-        """A sequence of no tokens, with the tiers that the scheme says."""
+        """Return a sequence of no tokens, with the tiers that the scheme says."""
         tiers = len(group.tiers)
         return cls(
             young=[0] * tiers,
@@ -80,11 +80,11 @@ class Sequence:
         return sum(self.tail_lengths)
 
     def tier_of(self, index: int) -> int:
-        """Tier of a closed page: 0 for the youngest, `len(young)` for pages older than all tiers."""
+        """Return the tier of a closed page: 0 for the youngest, `len(young)` for pages older than all tiers."""
         return bisect.bisect_right(self.young, len(self.closed) - 1 - index)
 
     def pool_of(self, index: int) -> str:
-        """Pool of a closed page."""
+        """Return the pool of a closed page."""
         return pool_name(self.tier_of(index), len(self.young))
 
     def runs(self) -> dict[str, slice]:
@@ -97,7 +97,7 @@ class Sequence:
         }
 
     def pages(self) -> dict[str, list[int]]:
-        """Ids held of each pool, in token order."""
+        """Return ids held of each pool, in token order."""
         found = {"sink": self.sink, "tail": self.tail}
         found |= {name: [page for page in self.closed[run] if page is not None] for name, run in self.runs().items()}
         return found | {
@@ -116,12 +116,12 @@ class Sequence:
         held[run] = [None if page is None else next(new) for page in held[run]]
 
     def closed_starts(self, num_sink_tokens: int) -> list[int]:
-        """Position of the first token of each closed page; also while a step moves the length."""
+        """Return the position of the first token of each closed page; also while a step moves the length."""
         start = self.released + (min(self.length, num_sink_tokens) if self.sink else 0)
         return list(itertools.accumulate(self.closed_lengths, initial=start))[:-1]
 
     def closed_pages_within(self, length: int) -> int:
-        """Closed pages that a crop to `length` leaves."""
+        """Return the number of closed pages that a crop to `length` leaves."""
         surplus, pages = self.length - length - self.tail_tokens, len(self.closed)
         while pages and surplus >= self.closed_lengths[pages - 1]:
             surplus -= self.closed_lengths[pages - 1]
@@ -140,5 +140,5 @@ def copy_pool(index: int) -> str:
 
 
 def pool_name(tier: int, num_tiers: int) -> str:
-    """Pool of a tier's closed pages; "closed" has those older than all tiers."""
+    """Return the pool of a tier's closed pages; "closed" has those older than all tiers."""
     return "closed" if tier == num_tiers else f"tier{tier}"

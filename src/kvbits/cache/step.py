@@ -74,8 +74,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Close:
-    """Quantize one page: `count` raw tokens of tail pages, then fresh tokens [fresh, fresh + page_size - count) of a
-    batch row.
+    """A step that quantizes one page: `count` raw tokens of tail pages, then fresh tokens [fresh, fresh + page_size -
+    count) of a batch row.
     """
 
     row: int
@@ -89,7 +89,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Recode:
-    """Quantize a closed page again, in the format of the pool `target`."""
+    """A step that quantizes a closed page again, in the format of the pool `target`."""
 
     row: int
     source: str
@@ -100,8 +100,8 @@ class Recode:
 
 
 class Write(NamedTuple):
-    """Store `num_tokens` fresh tokens of a batch row, from `fresh` on, from place `place` of a sink or tail page on:
-    raw, or each quantized by itself.
+    """A step that stores `num_tokens` fresh tokens of a batch row, from `fresh` on, from place `place` of a sink or
+    tail page on: raw, or each quantized by itself.
 
     `start` is the position of the page's first token, `before` the page before it in the tail, or -1.
     """

@@ -62,7 +62,7 @@ def _read_from(pages: _Pages, sequences: list[Sequence]) -> np.ndarray:
 
 
 def of_open(sequences: list[Sequence], num_sink_tokens: int) -> dict[str, Table]:
-    """Tables of the pages that are filled token by token: sinks and tail, as far as there are any."""
+    """Return tables of the pages that are filled token by token: sinks and tail, as far as there are any."""
     found: dict[str, Table] = {}
     if any(s.sink for s in sequences):
         found["sink"] = _filling([(s.sink, min(s.length, num_sink_tokens), 0) for s in sequences])
@@ -72,7 +72,9 @@ def of_open(sequences: list[Sequence], num_sink_tokens: int) -> dict[str, Table]
 
 
 def _filling(rows: list[tuple[list[int], int, int]]) -> Table:
-    """Of (page ids, tokens, position of the first token) per sequence, whose pages are full but the last."""
+    """Return a table of (page ids, tokens, position of the first token) per sequence, whose pages are full but the
+    last.
+    """
     width = max(len(ids) for ids, _, _ in rows)
     pages = [ids + [-1] * (width - len(ids)) for ids, _, _ in rows]
     tokens, starts = np.array([(n, start) if ids else (0, 0) for ids, n, start in rows], np.int32).T.copy()
@@ -94,8 +96,8 @@ def _pages(rows: list[tuple[Any, list[int], int]]) -> _Pages:
 
 
 def _table(batch: int, pages: _Pages, page_size: int) -> Table:
-    """A table on the host, with spans where a page other than a sequence's last one does not end where the next one
-    begins.
+    """Return a table on the host, with spans where a page other than a sequence's last one does not end where the next
+    one begins.
     """
     counts = np.bincount(pages.row, minlength=batch)
     end = counts.cumsum()
@@ -114,7 +116,7 @@ def _table(batch: int, pages: _Pages, page_size: int) -> Table:
 
 
 def uploaded(tables: list[Table], positions: torch.Tensor, device: torch.device) -> tuple[list[Table], torch.Tensor]:
-    """Tables and positions of the host on a device, in one copy."""
+    """Return tables and positions of the host on a device, in one copy."""
     names = ("pages", "tokens", "starts", "spans")
     given = [(i, name, x) for i, t in enumerate(tables) for name in names if (x := getattr(t, name)) is not None]
     flat = [positions, *(x for _, _, x in given)]

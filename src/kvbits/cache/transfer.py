@@ -36,7 +36,7 @@ from .sequence import Sequence
 BLOB_TOKENS = 256
 """Tokens of the closed pages in one blob."""
 MOST_COUNT = 1 << 40
-"""Of pages, tokens and stored numbers."""
+"""Limit of pages, tokens and stored numbers."""
 
 
 # -- leaving -----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from ..errors import SpecError
 from ..files import home, require_folder
 
 NAME = re.compile(r"[0-9a-f]{40}[0-9a-z.+-]{1,100}")
-"""What a file is called: the key of its tokens, then which of them it is."""
+"""Name of a file: the key of its tokens, then which of them it is."""
 TEMPORARY = ".part-"
 WRITERS = 8
 """Files written at once: a disk flushes several in the time of one."""
@@ -118,7 +118,7 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """While one process evicts, others wait.
+        """Make other processes wait while one evicts.
 
         Raises:
             SpecError: something else than a file is in the place of the lock.
@@ -144,7 +144,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _no_folder(self, namespace: str, name: str) -> Iterator[None]:
-        """Say which folder it is that lies where a file belongs."""
+        """Name in an error which folder it is that lies where a file belongs."""
         try:
             yield
         except IsADirectoryError as error:
@@ -301,14 +301,14 @@ _NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def _read_only(error: OSError, where: str) -> OSError:
-    """An error, with the way out where it says that nothing can be written."""
+    """Return an error, with the way out where it says that nothing can be written."""
     if error.errno not in _NO_WRITING or _WAY_OUT in str(error):
         return error
     return OSError(error.errno, f"{error.strerror}; {_WAY_OUT}", where)
 
 
 def _bucket(name: str) -> str:
-    """The folder that a file is in.
+    """Return the folder that a file is in.
 
     Raises:
         SpecError: it is no name of a file of a store.

@@ -54,7 +54,7 @@ def token_ids(ids: Any) -> np.ndarray:
 
 
 def namespace(identity: Identity, blob_tokens: int) -> str:
-    """Folder of the blobs that go together: hexadecimal digits of whose pages they are, for all shards."""
+    """Return the folder of the blobs that go together: hexadecimal digits of whose pages they are, for all shards."""
     i = identity
     numbers = (i.rope, i.layers, i.page_size, i.kv_heads * i.shards, blob_tokens)
     return hashlib.sha256(b"kvbits" + i.scheme + i.model + i.calibration + repr(numbers).encode()).hexdigest()[:40]

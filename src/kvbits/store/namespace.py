@@ -34,7 +34,7 @@ WRITTEN_AT_ONCE = 8
 MOST_FILES = 256
 """Files that are held open from when they are found until they are read; others are opened again."""
 Shard = tuple[int, int]
-"""Which of how many equal parts of every layer's kv heads."""
+"""Number and count of equal parts of every layer's kv heads."""
 _SHARD = re.compile(r"\.([0-9]{1,5})-([1-9][0-9]{0,4})")
 
 

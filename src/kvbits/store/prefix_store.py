@@ -457,7 +457,7 @@ def _late(space: Namespace, row: int, error: BaseException) -> BaseException:
 
 
 def _pin_name(tokens: np.ndarray, shard: Shard, extra: bytes) -> str:
-    """The name of a pin: each shard pins its own files."""
+    """Return the name of a pin: each shard pins its own files."""
     stem = hashlib.sha256((hashlib.sha256(extra).digest() if extra else b"") + tokens.tobytes()).hexdigest()[:40]
     return (stem if shard == (0, 1) else name_of(stem, shard)) + PIN
 
@@ -470,7 +470,7 @@ def _shard(shard: Shard) -> Shard:
 
 
 def _limit(size: int | str) -> int:
-    """Bytes of a number, or of text like "200GB" (`units.parse_bytes`)."""
+    """Return bytes of a number, or of text like "200GB" (`units.parse_bytes`)."""
     return size if type(size) is int and size >= 0 else parse_bytes(str(size), "max_bytes")
 
 
