@@ -92,7 +92,7 @@ def fingerprint(config: Any, scheme: Scheme) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON data with floats at 6 digits and without None members."""
+    """Return JSON data with floats at 6 digits and without None members."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
-    """Sentences "path is X here and Y in the calibration" for every leaf that differs."""
+    """Return sentences "path is X here and Y in the calibration" for every leaf that differs."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return [
             d
@@ -145,7 +145,7 @@ class Calibration:
     path: str | None = None
 
     def __repr__(self) -> str:
-        """Short: the scales themselves are in `static`."""
+        """Return a short form: the scales themselves are in `static`."""
         info, where = self.info, "" if self.path is None else f", {self.path}"
         text = f" on {info['text']}" if "text" in info else ""
         what = f"{info.get('scheme', '?')} of {info.get('model', '?')}"
@@ -172,7 +172,7 @@ class Calibration:
         return "this calibration" if self.path is None else f"calibration {self.path}"
 
     def fits(self, config: Any, scheme: Scheme) -> bool:
-        """Tell whether this calibration serves this model and scheme."""
+        """Return whether this calibration serves this model and scheme."""
         return scheme.needs_calibration and self._serving(fingerprint(config, scheme)) is not None
 
     def fitted(self, config: Any, scheme: Scheme) -> Calibration:
@@ -219,7 +219,7 @@ class Calibration:
         )
 
     def _serving(self, ours: dict[str, Any]) -> list[dict[str, torch.Tensor]] | None:
-        """`static` for a fingerprint that differs by no more than `fitted` bridges, or None."""
+        """Return `static` for a fingerprint that differs by no more than `fitted` bridges, or None."""
         if ours == self.fingerprint:
             return self.static
         if any(ours[name] != self.fingerprint.get(name) for name in _OF_MODEL):
@@ -243,8 +243,8 @@ class Calibration:
         return found
 
     def suits(self, model: Any) -> bool:
-        """Tell whether this calibration was measured on this very model, as far as `info` says. The model must have the
-        same `kvbits.identity`. A model in another dtype cannot be compared, and suits.
+        """Return whether this calibration was measured on this very model, as far as `info` says. The model must have
+        the same `kvbits.identity`. A model in another dtype cannot be compared, and suits.
         """
         from ..integrations.identity import identity
 
@@ -254,7 +254,7 @@ class Calibration:
         return bool(measured.get("identity") == identity(model))
 
     def to(self, device: torch.device | str) -> Calibration:
-        """The same scales on another device."""
+        """Return the same scales on another device."""
         return Calibration(
             [{k: v.to(device) for k, v in tensors.items()} for tensors in self.static],
             self.fingerprint,
@@ -346,7 +346,7 @@ def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], m
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """(metadata, tensors) of a safetensors file. Raises FileFormatError."""
+    """Return (metadata, tensors) of a safetensors file. Raises FileFormatError."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -357,7 +357,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, t
 
 
 def _wanted(prints: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes that a fingerprint calls for."""
+    """Return tensor names and shapes that a fingerprint calls for."""
     found: dict[str, tuple[int, ...]] = {}
     for i, (geometry, specs) in enumerate(zip(prints["geometry"], prints["specs"], strict=True)):
         for side, data in specs.items():

@@ -79,7 +79,7 @@ def _name(key: str, preset: str) -> str:
 
 
 def said(model: ModelRef, preset: str) -> str:
-    """One clause on a preset's accuracy on this model: what was measured and when, or that nothing was, and the
+    """Return one clause on a preset's accuracy on this model: what was measured and when, or that nothing was, and the
     command.
     """
     found = find(model, preset)

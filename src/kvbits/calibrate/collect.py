@@ -39,7 +39,7 @@ Prompt = torch.Tensor | Sequence[int] | Mapping[str, torch.Tensor]
 def prompts_from_text(
     tokenizer: Any, text: str, *, num_prompts: int = 128, length: int = 256, seed: int = 0, batch_size: int = 4
 ) -> list[torch.Tensor]:
-    """Windows of a text, drawn without overlap, as batches of token ids.
+    """Return windows of a text, drawn without overlap, as batches of token ids.
 
     Args:
         tokenizer: a Transformers tokenizer; if it begins texts with special tokens (BOS), each window does.
@@ -79,7 +79,7 @@ def calibrate(
     progress: bool = False,
     **settings: Any,
 ) -> Calibration:
-    """Static scales, codebooks and bases of `scheme` for `model`, measured over `prompts`.
+    """Return static scales, codebooks and bases of `scheme` for `model`, measured over `prompts`.
 
     Args:
         model: a Transformers decoder model.
@@ -186,7 +186,7 @@ def _count(target: Target) -> int:
 
 
 def _batch(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(ids [B, T], attention mask [B, T] or None, bool [B, T]: no padding)."""
+    """Return (ids [B, T], attention mask [B, T] or None, bool [B, T]: no padding)."""
     ids, mask = (prompt["input_ids"], prompt.get("attention_mask")) if isinstance(prompt, Mapping) else (prompt, None)
     ids = torch.as_tensor(ids)
     ids = ids[None] if ids.ndim == 1 else ids
@@ -203,14 +203,14 @@ def _batch(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor | None, torch.Ten
 
 
 def _share(spec: QuantSpec, percentile: float | None) -> float:
-    """Percent of elements inside a calibrated range."""
+    """Return the percent of elements inside a calibrated range."""
     return percentile if percentile is not None else 100 * (1 - spec.outliers) if spec.outliers else 99.9
 
 
 def ranges_of(
     scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int, percentile: float | None
 ) -> dict[tuple[int, str], Ranges]:
-    """One observer per layer and side ("k", "v") that is static."""
+    """Return one observer per layer and side ("k", "v") that is static."""
     found = {}
     for i, g in enumerate(layers):
         for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
@@ -242,7 +242,7 @@ def _fill_codebooks(
 
 
 def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, Moments]:
-    """One pair of moments per layer whose keys are stored in a calibrated basis."""
+    """Return one pair of moments per layer whose keys are stored in a calibrated basis."""
     keys = (scheme.for_layer(i, len(layers))[0] for i in range(len(layers)))
     return {i: Moments(key, layers[i], f"layer {i}") for i, key in enumerate(keys) if "basis" in key.calibrates}
 

@@ -48,12 +48,12 @@ MADE_FOR = "klt4"
 TEXTS = ("novel-end", "code")
 """Names of the texts that it is measured on; the novel's first half is left for `check` and `eval`."""
 Row = tuple[str, tuple[int, ...], torch.Tensor]
-"""Name, shape and first bytes of a matrix."""
+"""The name, shape and first bytes of a matrix."""
 _LAYER = re.compile(r"(?:^|\.)((?:layers?|blocks?|h)\.\d+\..+)$")
 
 
 def of_model(model: ModelRef, scheme: Scheme, *, make: bool = True) -> Calibration:
-    """The calibration of a loaded model for a scheme, made where none is kept.
+    """Return the calibration of a loaded model for a scheme, made where none is kept.
 
     Args:
         make: run the model over the shipped texts where none is kept; otherwise that is refused.
@@ -117,8 +117,8 @@ def of_model(model: ModelRef, scheme: Scheme, *, make: bool = True) -> Calibrati
 def of_files(
     model: ModelRef, scheme: Scheme, *, make: bool = True, device: str = "cpu", way_out: str = ""
 ) -> Calibration:
-    """The same of a model that lies in files, or on the hub: made by a process of its own (`kvbits calibrate NAME`),
-    which leaves no memory taken.
+    """Return the same of a model that lies in files, or on the hub: made by a process of its own (`kvbits calibrate
+    NAME`), which leaves no memory taken.
 
     Args:
         model: with Transformers' configuration as the engine has it.
@@ -152,7 +152,7 @@ def of_files(
 
 
 def find(model: ModelRef, scheme: Scheme) -> Calibration | None:
-    """The calibration that is kept for a model, or None: of a loaded one, only what was measured on it."""
+    """Return the calibration that is kept for a model, or None: of a loaded one, only what was measured on it."""
     if (key := key_of(model)) is None:
         return None
     if model.loaded is None:
@@ -162,7 +162,7 @@ def find(model: ModelRef, scheme: Scheme) -> Calibration | None:
 
 
 def _own(key: str, loaded: Any) -> str:
-    """The name of a file that is this model's, where another model of the same key has a file."""
+    """Return the name of a file that is this model's, where another model of the same key has a file."""
     return f"{key}-{identity(loaded)[:16]}"
 
 
@@ -187,7 +187,7 @@ def _read(path: Path, written: int) -> Calibration:
 
 @contextlib.contextmanager
 def keeping(key: str) -> Iterator[Path]:
-    """The file of a key, while no other process makes it."""
+    """Yield the file of a key, while no other process makes it."""
     from filelock import FileLock, Timeout
 
     path = cache_folder(FOLDER) / f"{key}.safetensors"
@@ -211,16 +211,16 @@ def source() -> Text:
 
 
 def measure(model: ModelRef, tokenizer: Any) -> Calibration:
-    """A calibration of a loaded model for `MADE_FOR`, on the shipped texts."""
+    """Return a calibration of a loaded model for `MADE_FOR`, on the shipped texts."""
     scheme = presets.for_layers(MADE_FOR, model.layers)
     sample = thorough(scheme).within(model.max_context)
     return calibrated(model.loaded, tokenizer, source(), sample, [scheme])[0]
 
 
 def key_of(model: ModelRef) -> str | None:
-    """Names the weights of a model: of a loaded one by its configuration and the first row of every matrix in its
-    layers, which ranks that share it must all ask; of one in files, or on the hub as far as it is here, by the same
-    rows. None where no weights are.
+    """Return a name of the weights of a model: of a loaded one by its configuration and the first row of every matrix
+    in its layers, which ranks that share it must all ask; of one in files, or on the hub as far as it is here, by the
+    same rows. None where no weights are.
     """
     rows = _rows_of_files(model) if model.loaded is None else _rows(model.loaded)
     if rows is None:
@@ -233,7 +233,7 @@ def key_of(model: ModelRef) -> str | None:
 
 
 def _rows(model: Any) -> list[Row]:
-    """First rows of a loaded model's matrices."""
+    """Return first rows of a loaded model's matrices."""
     rows: list[Row] = []
     for name, p in model.named_parameters():
         if (layer := _of_layer(name, p.ndim)) and not p.is_meta:
@@ -246,7 +246,9 @@ def _rows(model: Any) -> list[Row]:
 
 
 def _rows_of_files(model: ModelRef) -> list[Row] | None:
-    """First rows of the matrices in files; both ends of a file whose matrices are packed. None where no weights are."""
+    """Return first rows of the matrices in files; both ends of a file whose matrices are packed. None where no weights
+    are.
+    """
     from safetensors import safe_open
 
     path = model.local_path
@@ -280,13 +282,13 @@ def _of_layer(name: str, ndim: int) -> str:
 
 
 def _plain(row: torch.Tensor) -> torch.Tensor:
-    """Bytes of a row, the same for a float in any dtype that it was loaded in."""
+    """Return bytes of a row, the same for a float in any dtype that it was loaded in."""
     row = row.to(torch.bfloat16) if row.is_floating_point() else row
     return row.contiguous().flatten().view(torch.uint8)
 
 
 def _ends(path: Path, count: int = 1 << 16) -> torch.Tensor:
-    """The first and last bytes of a file."""
+    """Return the first and last bytes of a file."""
     with path.open("rb") as file:
         first = file.read(count)
         file.seek(max(0, path.stat().st_size - count))

@@ -113,7 +113,7 @@ class Moments:
         self.total += alike.sum(1).cpu()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All that was seen, in tensors."""
+        """Return all that was seen, in tensors."""
         parts = {name: getattr(self, name) for name in ("queries", "counts", *OF_HEADS)}
         return parts | {"texts": torch.tensor(self.texts)}
 
@@ -124,7 +124,7 @@ class Moments:
         self.texts = int(state["texts"])
 
     def mean(self) -> torch.Tensor:
-        """`k_mean`, float32 [H, 2, D]: M and K0; M again where no text began at position 0."""
+        """Return `k_mean`, float32 [H, 2, D]: M and K0; M again where no text began at position 0."""
         mean = self._mean()
         return torch.stack([mean, self.first / self.texts if self.texts else mean], 1).float()
 
@@ -134,7 +134,9 @@ class Moments:
         return (self.counts == 0).nonzero().squeeze(1)
 
     def _completed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`keys`, `sums` and keys of each run, float64 [runs], with as many at unseen positions as at the others."""
+        """Return `keys`, `sums` and keys of each run, float64 [runs], with as many at unseen positions as at the
+        others.
+        """
         keys, sums, counts = self.keys, self.sums, self.counts
         if self.tokens and len(at := self.unseen):
             many = self.tokens / (FRAME - len(at))
@@ -145,13 +147,13 @@ class Moments:
         return keys, sums, counts.view(-1, MEAN_STEP).sum(1)
 
     def _mean(self) -> torch.Tensor:
-        """float64 [H, D]."""
+        """Return float64 [H, D]."""
         _, sums, counts = self._completed()
         runs = MEAN_STEP * torch.arange(len(counts))
         return turn(sums, runs, self.inv_freq, back=True).sum(1) / max(counts.sum().item(), 1)
 
     def _spread(self) -> torch.Tensor:
-        """S, float64 [H, D, D]."""
+        """Return S, float64 [H, D, D]."""
         keys, sums, counts = self._completed()
         tokens = max(counts.sum().item(), 1)
         if not self.spec.has_offsets:
@@ -162,7 +164,7 @@ class Moments:
         return (keys - cross - cross.mT + (means * counts[:, None]).mT @ means) / tokens
 
     def basis(self) -> torch.Tensor:
-        """`k_basis`, float32 [H, D, D]: y = k_f @ basis.
+        """Return `k_basis`, float32 [H, D, D]: y = k_f @ basis.
 
         Its inverse is float16 numbers times a power of two for each head.
         """
@@ -193,7 +195,7 @@ class Moments:
 
 
 def warn_of(weak: Iterable[str], stacklevel: int) -> None:
-    """Say what bases are weak (`Moments.weak`), if any is.
+    """Warn which bases are weak (`Moments.weak`), if any is.
 
     Warns:
         KvbitsWarning: naming the first, how many others there are, and the way out.
@@ -209,13 +211,15 @@ def warn_of(weak: Iterable[str], stacklevel: int) -> None:
 
 
 def far(moment: torch.Tensor, inv_freq: torch.Tensor, farthest: int) -> torch.Tensor:
-    """Mean of R(d) Q0 R(d)^T, float64 [H, D, D], over `DISTANCES` distances d from 1 to `farthest`, log-uniform."""
+    """Return the mean of R(d) Q0 R(d)^T, float64 [H, D, D], over `DISTANCES` distances d from 1 to `farthest`,
+    log-uniform.
+    """
     distances = torch.logspace(0, math.log2(farthest), DISTANCES, base=2, dtype=torch.float64).round()
     return turned(moment, inv_freq, distances)
 
 
 def turned(moment: torch.Tensor, inv_freq: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
-    """Mean of R(d) M R(d)^T, float64 [H, D, D], over distances d [n] of moments M [H, D, D].
+    """Return the mean of R(d) M R(d)^T, float64 [H, D, D], over distances d [n] of moments M [H, D, D].
 
     With channels i and i + D/2 as a complex number z_i, R(d) is a factor exp(i f_i d): E[z_i z_j*] takes exp(i (f_i -
     f_j) d) and E[z_i z_j] takes exp(i (f_i + f_j) d), whose means over d are two tables.
@@ -230,7 +234,7 @@ def turned(moment: torch.Tensor, inv_freq: torch.Tensor, distances: torch.Tensor
 
 
 def _ridged(moment: torch.Tensor, few: bool, ridge: float) -> tuple[torch.Tensor, bool]:
-    """A moment [D, D] with its ridge, and whether it says too little."""
+    """Return a moment [D, D] with its ridge, and whether it says too little."""
     size = moment.diagonal().mean()
     dead = not bool(size > 0)
     unit = torch.eye(len(moment), dtype=moment.dtype)

@@ -25,7 +25,7 @@ Returned = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, An
 
 @contextlib.contextmanager
 def watched_attention(model: Any, look: Look | None = None, returned: Returned | None = None) -> Iterator[None]:
-    """While open, `look(module, query, key, value, arguments)` sees what each attention function of `model` is given,
+    """Show `look(module, query, key, value, arguments)`, while open, what each attention function of `model` is given,
     [B, H, T, D] each. `returned` sees the same and then the output [B, T, H, D]. The functions, the masks and
     everything else stay the model's own.
     """
@@ -61,7 +61,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watched_default(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Models pass the function that "eager" means as the default."""
+    """Return the watched default, as models pass the function that "eager" means."""
     return _get_interface(self, name, _watched(default))
 
 
@@ -70,8 +70,8 @@ def _watched_item(self: AttentionInterface, name: str) -> Callable[..., Any]:
 
 
 class ObservingCache(DynamicCache):
-    """Shows each layer's keys and values to `observe(layer, k, v)`, [B, T, H, D] each, and stores nothing: for one
-    forward pass.
+    """A cache that shows each layer's keys and values to `observe(layer, k, v)`, [B, T, H, D] each, and stores nothing:
+    for one forward pass.
 
     Attributes:
         latest: the layer that came last, and its keys as the model goes on with them.
@@ -92,7 +92,7 @@ class ObservingCache(DynamicCache):
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """`model` in evaluation mode while open."""
+    """Keep `model` in evaluation mode while open."""
     was_training = model.training
     model.eval()
     try:
@@ -139,9 +139,9 @@ def _checkpointing(model: Any, what: str) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def in_fast_dtype(model: Any) -> Iterator[None]:
-    """`model` with float32 weights while open, if it lies in 16 bits on a CPU that has no instructions for them, which
-    multiplies float32 ten times as fast. Left as it is where the weights are of other classes (quantized ones) or half
-    of the free memory does not hold the copies.
+    """Keep `model` with float32 weights while open, if it lies in 16 bits on a CPU that has no instructions for them,
+    which multiplies float32 ten times as fast. Left as it is where the weights are of other classes (quantized ones) or
+    half of the free memory does not hold the copies.
     """
     tensors = dict.fromkeys([*model.parameters(), *model.buffers()])
     small = {t: t.data for t in tensors if t.dtype in (torch.bfloat16, torch.float16)}
@@ -160,7 +160,7 @@ def in_fast_dtype(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def forward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, observe: Observer, layers: set[int]) -> None:
-    """One forward pass of ids [B, T], up to the language head, whose logits would be the largest tensor of all.
+    """Run one forward pass of ids [B, T], up to the language head, whose logits would be the largest tensor of all.
 
     Layers are counted as `layer_geometries` does. A model with an encoder is given the same ids on both sides.
 
@@ -180,7 +180,7 @@ def forward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, observe: O
 def forward_with_queries(
     model: Any, ids: torch.Tensor, mask: torch.Tensor | None, observe: Observer, layers: set[int]
 ) -> None:
-    """The same, showing `observe(layer, q, k)`, [B, T, Hq, D] and [B, T, H, D], as attention has them.
+    """Run the same, showing `observe(layer, q, k)`, [B, T, Hq, D] and [B, T, H, D], as attention has them.
 
     Raises:
         CalibrationError: a layer of `layers` whose attention the model does not look up in Transformers' registry, or a
@@ -206,7 +206,7 @@ def forward_with_queries(
 
 
 def _pass(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> None:
-    """One forward pass, as `generate` begins one, up to the language head.
+    """Run one forward pass, as `generate` begins one, up to the language head.
 
     Raises:
         CalibrationError: the model wants more than ids.

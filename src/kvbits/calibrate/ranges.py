@@ -70,8 +70,8 @@ class Ranges:
         return self.head_dim // self.spec.num_groups(self.head_dim)
 
     def _tail_ranks(self, count: int) -> tuple[int, int, float]:
-        """(lower rank, upper rank, weight of the upper) of the percentile among `count` elements, counted from the
-        largest.
+        """Return (lower rank, upper rank, weight of the upper) of the percentile among `count` elements, counted from
+        the largest.
         """
         position = max(count - 1, 0) * self.quantile
         low = position.numerator // position.denominator
@@ -103,14 +103,14 @@ class Ranges:
         self.tails = [s.topk(min(self.tail_length, s.shape[-1]), -1).values for s in streams]
 
     def _grouped(self, x: torch.Tensor) -> torch.Tensor:
-        """[heads or 1, groups, elements that share a range]."""
+        """Return [heads or 1, groups, elements that share a range]."""
         if isinstance(self.spec.granularity, PerTensor):
             return x.reshape(1, 1, -1)
         groups = self.spec.num_groups(self.head_dim)
         return x.unflatten(-1, (groups, -1)).permute(1, 2, 0, 3).flatten(-2)
 
     def ranges(self) -> list[torch.Tensor]:
-        """[r] or [low, high], each float32 [H, groups or channels] on the CPU.
+        """Return [r] or [low, high], each float32 [H, groups or channels] on the CPU.
 
         Raises:
             DataError: nothing was added.
@@ -126,7 +126,7 @@ class Ranges:
         return [-ends[1], ends[0]] if self.spec.has_bias else ends
 
     def qparams(self) -> dict[str, torch.Tensor]:
-        """{"scale"} or {"scale", "bias"}: float32 [H, groups or channels], rounded to the spec's scale_dtype.
+        """Return {"scale"} or {"scale", "bias"}: float32 [H, groups or channels], rounded to the spec's scale_dtype.
 
         Where nothing but one number was seen, the scale is the largest of the others, or 1.
         """

@@ -28,7 +28,7 @@ class Sample:
     length: int
 
     def within(self, limit: int | None) -> Sample:
-        """The same with windows of at most `limit` tokens."""
+        """Return the same with windows of at most `limit` tokens."""
         return Sample(self.windows, min(self.length, limit or self.length))
 
     def require_positions(self, limit: int | None) -> None:
@@ -51,8 +51,8 @@ def thorough(scheme: Scheme) -> Sample:
 
 
 def windows_of(tokenizer: Any, text: Text, sample: Sample, *, seed: int = 0, batch_size: int = 1) -> list[torch.Tensor]:
-    """Windows of a text as `calibrate.prompts_from_text` draws them; of a mixed one as many of each part, the first
-    ones one more where they do not divide.
+    """Return windows of a text as `calibrate.prompts_from_text` draws them; of a mixed one as many of each part, the
+    first ones one more where they do not divide.
     """
     parts = text.parts or (text,)
     shares = [(sample.windows + len(parts) - 1 - i) // len(parts) for i in range(len(parts))]

@@ -37,7 +37,8 @@ class Target:
 
 
 def as_stored(x: torch.Tensor, geometry: LayerGeometry, spec: QuantSpec) -> torch.Tensor:
-    """Keys or values [B, T, H, D] of tokens 0 to T - 1 as pages store them: turned back, channels in stored order.
+    """Return keys or values [B, T, H, D] of tokens 0 to T - 1 as pages store them: turned back, channels in stored
+    order.
 
     Also for gradients.
     """

@@ -65,11 +65,11 @@ class Levels:
             total += torch.bincount(bins.flatten(), term.double().flatten(), self.mass.numel()).view_as(self.mass).cpu()
 
     def _paged(self, x: torch.Tensor, pages: int) -> torch.Tensor:
-        """[pages, H, page_size, D] float32."""
+        """Return [pages, H, page_size, D] float32."""
         return x[: pages * self.page_size].float().unflatten(0, (pages, self.page_size)).transpose(1, 2)
 
     def fit(self, per_head: bool = False, prior: float = PRIOR) -> torch.Tensor:
-        """The codebook, float32 [H, 2**bits] ascending; one for the layer unless `per_head`.
+        """Return the codebook, float32 [H, 2**bits] ascending; one for the layer unless `per_head`.
 
         Args:
             prior: weight of a uniform density over [-1, 1] beside the measured one.
@@ -93,7 +93,7 @@ class Levels:
 
 
 def _kmeans(mass: torch.Tensor, moment: torch.Tensor, entries: int) -> torch.Tensor:
-    """Centres [entries] of weighted bins, ascending, float32."""
+    """Return centres [entries] of weighted bins, ascending, float32."""
     centre = torch.where(mass > 0, moment / mass.clamp(min=1e-300), MIDDLES)
     c = _exact(mass, moment, entries)
     for _ in range(ITERATIONS):
@@ -104,8 +104,8 @@ def _kmeans(mass: torch.Tensor, moment: torch.Tensor, entries: int) -> torch.Ten
 
 
 def _exact(mass: torch.Tensor, moment: torch.Tensor, entries: int) -> torch.Tensor:
-    """The best centres for runs of coarse bins: cost of a run = sum m y**2 - (sum m y)**2 / sum m, whose first term no
-    choice changes.
+    """Return the best centres for runs of coarse bins: cost of a run = sum m y**2 - (sum m y)**2 / sum m, whose first
+    term no choice changes.
     """
     m, s = (torch.cat([t.new_zeros(1), t.view(COARSE, -1).sum(-1).cumsum(0)]) for t in (mass, moment))
     width, total = m[None, :] - m[:, None], s[None, :] - s[:, None]

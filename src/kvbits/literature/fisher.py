@@ -22,7 +22,7 @@ Seen = Callable[[int, str, torch.Tensor, torch.Tensor], None]
 
 @contextlib.contextmanager
 def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[None]:
-    """While open, every backward pass of `model` calls `seen(layer, "k" or "v", x, gradient)`, both [B, T, H, D].
+    """Call `seen(layer, "k" or "v", x, gradient)` in every backward pass of `model` while open, both [B, T, H, D].
 
     Args:
         checkpointing: see `differentiable`.
@@ -41,7 +41,7 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
 
 @torch.enable_grad()
 def backward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> float:
-    """One backward pass of the next-token loss of `ids` [B, T]; the loss, in nats per token."""
+    """Run one backward pass of the next-token loss of `ids` [B, T]; the loss, in nats per token."""
     labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
     loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
     if not bool(torch.isfinite(loss)):

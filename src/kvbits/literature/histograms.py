@@ -26,7 +26,7 @@ from .codebooks import Levels
 def levels_of(
     scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[dict[str, torch.Tensor]]
 ) -> dict[Place, Levels]:
-    """One histogram per layer and side that has a codebook."""
+    """Return one histogram per layer and side that has a codebook."""
     found = {}
     for i, g in enumerate(layers):
         for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
@@ -95,8 +95,8 @@ Shared = dict[Place, list[tuple[Target, list[Levels]]]]
 
 
 def _shared(targets: list[Target]) -> Shared:
-    """Levels by place, those that normalise values alike together: how many entries a codebook will have does not
-    matter yet.
+    """Return levels by place, those that normalise values alike together: how many entries a codebook will have does
+    not matter yet.
     """
     found: dict[Place, dict[Any, tuple[Target, list[Levels]]]] = {}
     for target in targets:
@@ -111,8 +111,8 @@ def _shared(targets: list[Target]) -> Shared:
 
 
 def _identity(model: Any, prompts: list[Prompt], targets: list[Target], weighted: bool) -> str:
-    """Identity of what the sums depend on: prompts, schemes, calibrated ranges, and the model, by the shape and the
-    first numbers of each of its parameters.
+    """Return the identity of what the sums depend on: prompts, schemes, calibrated ranges, and the model, by the shape
+    and the first numbers of each of its parameters.
     """
     digest = hashlib.sha256(f"{[(to_dict(t.scheme), t.skip) for t in targets]} {weighted}".encode())
     for name, p in model.named_parameters():
@@ -126,7 +126,7 @@ def _identity(model: Any, prompts: list[Prompt], targets: list[Target], weighted
 
 
 def _load(path: str | os.PathLike[str] | None, shared: Shared, identity: str) -> int:
-    """Prompts already seen."""
+    """Return the number of prompts already seen."""
     if path is None or not os.path.exists(path):
         return 0
     metadata, tensors = read_file(path)

@@ -24,7 +24,7 @@ BARRIERS = 40
 
 
 class KVQuant(Family):
-    """See above."""
+    """The family of KVQuant's formats."""
 
     folds = always_unpacks = True
     steps = "pages of KVQuant's formats are closed from the host"
@@ -91,7 +91,7 @@ FAMILY = KVQuant()
 
 
 def _choose_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) -> Shape | None:
-    """As many warps as fit with a slot each, and two if they do."""
+    """Return as many warps as fit with a slot each, and two if they do."""
     slot, wide = -(-shape.used_bytes(layout) // 128) * 128, shared_limit >= format.WIDE_FROM
     for warps in (format.MAX_WARPS, 7, 3):
         room = (

@@ -1,4 +1,4 @@
-"""From a page layout to an instantiation of codebook.cu, which reads codes as levels of a table: the formats of
+"""Mapping of a page layout to an instantiation of codebook.cu, which reads codes as levels of a table: the formats of
 KVQuant.
 
 Layouts with these techniques that it cannot read are unpacked to 16-bit rows (ops/long_queries.py).
@@ -36,7 +36,7 @@ def extras(layout: PageLayout) -> str | None:
 
 
 def refuses(layout: PageLayout) -> str | None:
-    """Say why codebook.cu cannot read pages of this layout, or None."""
+    """Return why codebook.cu cannot read pages of this layout, or None."""
     key, value = layout.key, layout.value
     if layout.head_dim != layout.value_head_dim:
         return f"keys have {layout.head_dim} channels and values {layout.value_head_dim}; the kernel reads one width"
@@ -55,7 +55,7 @@ def refuses(layout: PageLayout) -> str | None:
 
 
 def shared_bytes(layout: PageLayout, fold: bool, wide: bool) -> int:
-    """Struct Tables of codebook_tables.cuh, rounded up to where the ring begins."""
+    """Return the bytes of struct Tables of codebook_tables.cuh, rounded up to where the ring begins."""
     d = layout.head_dim
     rows = 256 if wide else max(TABLE_ROWS[s.bits] for s in (layout.key, layout.value))
     turns, queries, columns = (
@@ -68,8 +68,8 @@ def shared_bytes(layout: PageLayout, fold: bool, wide: bool) -> int:
 
 
 def pieces(layout: PageLayout, prefix: str) -> list[tuple[int, int, int, int]]:
-    """Runs of bytes, as shape.pieces_of has them, that belong to keys ("k") or values ("v"): their planes, then the
-    rest.
+    """Return runs of bytes, as shape.pieces_of has them, that belong to keys ("k") or values ("v"): their planes, then
+    the rest.
     """
     found = []
     names = [n for n in layout.sections if n.startswith(prefix)]
@@ -81,7 +81,7 @@ def pieces(layout: PageLayout, prefix: str) -> list[tuple[int, int, int, int]]:
 
 
 def defines(layout: PageLayout, fold: bool, wide: bool) -> dict[str, int]:
-    """Macros beside those of every packed format. fold: at most four query columns."""
+    """Return macros beside those of every packed format. fold: at most four query columns."""
     mine = pieces(layout, "k")
     found = {"FOLDED": int(fold), "WIDE_TABLE": int(wide), "K_STRETCH": int(layout.key.has_stretch)}
     found |= {"K_PIECES": len(mine), "K_BYTES": sum(p[3] for p in mine)}
@@ -96,5 +96,5 @@ def defines(layout: PageLayout, fold: bool, wide: bool) -> dict[str, int]:
 
 
 def integer_levels(spec: QuantSpec, num_heads: int) -> torch.Tensor:
-    """float32 [num_heads, 2**bits]: what every code of an integer format stands for."""
+    """Return float32 [num_heads, 2**bits]: what every code of an integer format stands for."""
     return (torch.arange(2**spec.bits, dtype=torch.float32, device="cpu") - spec.zero).repeat(num_heads, 1)
