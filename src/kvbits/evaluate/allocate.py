@@ -43,8 +43,8 @@ class Step:
 
 
 def hull(options: Sequence[Option]) -> list[Option]:
-    """The options on the lower convex hull of KL against bytes: ascending bytes, descending KL, each purchase of less
-    KL a byte than the one before.
+    """Return the options on the lower convex hull of KL against bytes: ascending bytes, descending KL, each purchase of
+    less KL a byte than the one before.
     """
     found: list[Option] = []
     for new in sorted(options, key=lambda o: (o.nbytes, o.kl)):
@@ -57,13 +57,13 @@ def hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _slope(a: Option, b: Option) -> float:
-    """KL taken off for each byte more."""
+    """Return KL taken off for each byte more."""
     return (a.kl - b.kl) / (b.nbytes - a.nbytes) if b.nbytes > a.nbytes else math.inf
 
 
 def walk(layers: Sequence[Sequence[Option]], budget: int | None = None) -> list[Step]:
-    """Choices from the cheapest on, each with the best next purchase of any layer; with a budget, purchases that would
-    pass it are left out.
+    """Return choices from the cheapest on, each with the best next purchase of any layer; with a budget, purchases that
+    would pass it are left out.
 
     Args:
         layers: options of each layer.

@@ -51,8 +51,8 @@ class LayerInputs:
 
 @torch.no_grad()
 def observe(model: Any, ids: torch.Tensor) -> list[LayerInputs]:
-    """The attention inputs of every layer that stores keys and values, over ids [num_tokens], in one forward pass with
-    the stock cache.
+    """Return the attention inputs of every layer that stores keys and values, over ids [num_tokens], in one forward
+    pass with the stock cache.
 
     Raises:
         UnsupportedError: a model that takes no attention functions, or whose layers do not pass through them.
@@ -81,8 +81,8 @@ def observe(model: Any, ids: torch.Tensor) -> list[LayerInputs]:
 
 @torch.no_grad()
 def measure(inputs: list[LayerInputs], cache: Any, *, queries: int = QUERIES) -> list[dict[str, Any]]:
-    """One dict per layer: lists over kv heads of the module's measures, and `saturated`, the elements that closing
-    pages clamped.
+    """Return one dict per layer: lists over kv heads of the module's measures, and `saturated`, the elements that
+    closing pages clamped.
 
     Args:
         cache: a fresh Transformers cache, `KVCache` or stock.
@@ -124,14 +124,14 @@ def measure(inputs: list[LayerInputs], cache: Any, *, queries: int = QUERIES) ->
 
 
 def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x [n, H, D] with `rows` rows of zeros before it: tokens no query sees any more."""
+    """Return x [n, H, D] with `rows` rows of zeros before it: tokens no query sees any more."""
     return torch.cat([x.new_zeros(rows, *x.shape[1:]), x]) if rows > 0 else x
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: LayerInputs, history: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(centred logits, probabilities [H, G, m, n], outputs [H, G, m, D], visible [m, n]) of the newest queries,
+    """Return (centred logits, probabilities [H, G, m, n], outputs [H, G, m, D], visible [m, n]) of the newest queries,
     float32.
     """
     n, heads = len(k), k.shape[1]
@@ -170,7 +170,7 @@ def _numbers(x: torch.Tensor) -> list[float]:
 
 
 def _bits(exact: torch.Tensor, stored: torch.Tensor) -> list[float | None]:
-    """Per head, over the tokens that changed; None where none did."""
+    """Return, per head, over the tokens that changed; None where none did."""
     exact = exact.float()
     found: list[float | None] = []
     for h in range(exact.shape[1]):
@@ -185,7 +185,7 @@ def _bits(exact: torch.Tensor, stored: torch.Tensor) -> list[float | None]:
 
 
 def _clipped(exact: torch.Tensor, stored: torch.Tensor) -> list[int]:
-    """Per head, page by page of 64 tokens."""
+    """Return, per head, page by page of 64 tokens."""
     pages = list(zip(exact.float().split(64), stored.split(64), strict=True))
     return [
         sum(int((a[:, h].abs() > 1.02 * b[:, h].abs().amax()).sum()) for a, b in pages) for h in range(exact.shape[1])

@@ -50,7 +50,7 @@ GROUPS = presets.GROUPS | {"stock": tuple(STOCK)}
 
 @dataclass(frozen=True)
 class CacheFactory:
-    """Makes fresh caches of one kind.
+    """Factory of fresh caches of one kind.
 
     Attributes:
         name: what results call it.
@@ -115,7 +115,7 @@ def is_ours(name: str | Scheme, caches: Caches) -> bool:
 
 
 def base_factory(model: Any) -> CacheFactory:
-    """The stock cache in the model's own dtype: what everything is compared with."""
+    """Return the stock cache in the model's own dtype: what everything is compared with."""
     from transformers import DynamicCache
 
     bits = torch.finfo(model.dtype).bits
@@ -218,7 +218,7 @@ def _stock(model: Any, name: str) -> CacheFactory:
 
 
 def sides(scheme: Scheme) -> list[Scheme]:
-    """NAME-keys and NAME-values: a scheme whose values, or keys, stay raw.
+    """Return NAME-keys and NAME-values: a scheme whose values, or keys, stay raw.
 
     None of one with tiers, or with raw keys or values itself.
     """
@@ -238,7 +238,7 @@ def sides(scheme: Scheme) -> list[Scheme]:
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of all tensors a cache holds: codes, scales, zero points, residuals; for `KVCache`, everything
+    """Return bytes of all tensors a cache holds: codes, scales, zero points, residuals; for `KVCache`, everything
     allocated.
     """
     if isinstance(cache, KVCache):
@@ -250,7 +250,7 @@ def held_bytes(cache: Any) -> int:
 
 
 def _tensors(value: Any, seen: dict[int, int]) -> None:
-    """Storage bytes by storage address of every tensor inside dicts, sequences, tensor subclasses."""
+    """Collect the storage bytes by storage address of every tensor inside dicts, sequences, tensor subclasses."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -48,7 +48,7 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
 
 
 def seen_of(calibration: Calibration, tests: tuple[Text, ...]) -> list[str]:
-    """Names of those texts that a calibration saw: itself, a text that it is a part of, or a part of it."""
+    """Return names of those texts that a calibration saw: itself, a text that it is a part of, or a part of it."""
     seen = {calibration.info.get("text_sha256"), *calibration.info.get("mixed_sha256", ())}
     wholes = calibration.info.get("part_of_sha256", ())
     return [t.name for t in tests if {t.sha256, t.whole or t.sha256} & seen or t.sha256 in wholes]
@@ -116,18 +116,18 @@ def unshared(scheme: Scheme, tests: tuple[Text, ...]) -> str | None:
 
 
 def origin(kept: Calibration) -> str:
-    """Say which texts a kept calibration saw, and where it lies."""
+    """Return which texts a kept calibration saw, and where it lies."""
     where = "no disk keeps it" if kept.path is None else f"kept in {kept.path}"
     return f"calibrated on {kept.info.get('text')}; {where}"
 
 
 def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibration | None:
-    """The calibration that serves this model and scheme, or None."""
+    """Return the calibration that serves this model and scheme, or None."""
     return next((one.fitted(config, scheme) for one in given if one.fits(config, scheme)), None)
 
 
 class Calibrator:
-    """Calibrates the schemes that need it, each once.
+    """Calibrator of the schemes that need it, each once.
 
     Args:
         text: the calibration text. None: what is kept of the model serves where its texts allow it, and is made where
@@ -209,7 +209,7 @@ class Calibrator:
         return False
 
     def __call__(self, scheme: Scheme) -> Calibration:
-        """The calibration of a scheme, made if need be."""
+        """Return the calibration of a scheme, made if need be."""
         self.prepare([scheme])
         found = self._kept(scheme)
         if found is None:

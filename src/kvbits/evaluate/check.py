@@ -212,7 +212,7 @@ def check(
 
 
 def _estimate(model: Any, ids: torch.Tensor, chunk: int) -> str:
-    """Say how long confirming takes, from what the model's own cache takes for the first steps of a window.
+    """Return how long confirming takes, from what the model's own cache takes for the first steps of a window.
 
     The first step warms up and is not timed.
     """
@@ -275,13 +275,13 @@ def _packed(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> list[LayerGrou
 
 
 def _shown(packed: list[LayerGroup], length: int) -> bool:
-    """Tell whether the newest queries of a window look at codes of these groups, or there are no codes."""
+    """Return whether the newest queries of a window look at codes of these groups, or there are no codes."""
     history = length - QUERIES
     return history >= 1 and (not packed or any(g.token_local or _shows_codes(g, history) for g in packed))
 
 
 def _shows_codes(group: LayerGroup, num_tokens: int) -> bool:
-    """Tell whether some of so many tokens are read from the scheme's own codes, and not from finer copies."""
+    """Return whether some of so many tokens are read from the scheme's own codes, and not from finer copies."""
     return group.pages_for(num_tokens)["closed"] > max(group.copied_pages, default=0)
 
 
@@ -343,7 +343,7 @@ def _causes(facts: dict[str, float]) -> list[str]:
 
 
 def remedies(key: QuantSpec, value: QuantSpec) -> list[tuple[str, QuantSpec, QuantSpec]]:
-    """(what to do, key spec, value spec) to try for a layer stored as `key` and `value`, raw last."""
+    """Return (what to do, key spec, value spec) to try for a layer stored as `key` and `value`, raw last."""
     found: list[tuple[str, QuantSpec, QuantSpec]] = []
 
     def add(text: str, make: Callable[[], tuple[QuantSpec, QuantSpec]]) -> None:
@@ -387,7 +387,7 @@ def remedies(key: QuantSpec, value: QuantSpec) -> list[tuple[str, QuantSpec, Qua
 def _advise(
     model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[LayerVerdict], limits: Limits
 ) -> tuple[Scheme | None, list[str]]:
-    """(a scheme that passes on the observed inputs or None, sentences). Fills in each failed layer's remedy."""
+    """Return (a scheme that passes on the observed inputs or None, sentences). Fills in each failed layer's remedy."""
     failed = [v.layer for v in judged if v.failures]
     if not failed:
         return None, []

@@ -53,7 +53,7 @@ NEXT = (
     "kvbits check MODEL --scheme klt4         whether your model keeps its quality: minutes",
     "kvbits eval MODEL --out results          all of it measured; kvbits report results makes a page of it",
 )
-"""What to try after the demo."""
+"""Commands to try after the demo."""
 
 
 def run(
@@ -108,7 +108,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
 
         def measured(task: str, options: Options, which: Sequence[str | Scheme]) -> dict[str, dict[str, Any]]:
-            """A task's summaries by cache, and a line about them said."""
+            """Return a task's summaries by cache, and a line about them said."""
             began = time.perf_counter()
             evaluation = Evaluation(
                 name="demo",
@@ -168,8 +168,8 @@ _TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 
 
 def _windows(scored: int, limit: int) -> Options:
-    """Windows of at most `limit` tokens, about `scored` tokens in all, two at a time, which takes less than one after
-    the other.
+    """Return windows of at most `limit` tokens, about `scored` tokens in all, two at a time, which takes less than one
+    after the other.
     """
     length = min(WINDOW, max(scored, 2), limit)
     return Options(
@@ -313,7 +313,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
 
 
 def _bars(growth: Sequence[dict[str, Any]]) -> Any:
-    """Memory of each cache as the context grows."""
+    """Return the memory of each cache as the context grows."""
     from rich.table import Table
 
     t = Table(title="Memory while the context grows, of a 16-bit model", title_justify="left", box=None)
@@ -332,7 +332,7 @@ def _bars(growth: Sequence[dict[str, Any]]) -> Any:
 
 
 def _times(reduction: float, smaller: str, larger: str, digits: int) -> str:
-    """Say how many times smaller a cache is, or larger. It can be larger because a scheme may keep all of few tokens in
-    16 bits, in whole pages.
+    """Return how many times smaller a cache is, or larger. It can be larger because a scheme may keep all of few tokens
+    in 16 bits, in whole pages.
     """
     return f"{reduction:.{digits}f}{smaller}" if reduction >= 1 else f"{1 / reduction:.{digits}f}{larger}"

@@ -116,15 +116,15 @@ class Fidelity:
         return found
 
     def since(self, first: int) -> Fidelity:
-        """Its tokens at positions from `first` on."""
+        """Return its tokens at positions from `first` on."""
         kept = [i for i, (_, at) in enumerate(self.places) if at >= first]
         parts = {name: [getattr(self, name)[i] for i in kept] for name in ("nlls", "kl", "tvd", "same", "places")}
         return Fidelity(self.seconds, self.num_timed, num_texts=self.num_texts, **parts)
 
     def record(self, start: int = 0) -> dict[str, Any]:
-        """JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above 1 nat,
-        the position of the first token whose most likely one flipped (the end of the text, if none did), sums by octave
-        of position, and a histogram of KL (bin b holds 2**(b/32) <= KL < 2**((b+1)/32) nats, "zero" is KL 0).
+        """Return JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above
+        1 nat, the position of the first token whose most likely one flipped (the end of the text, if none did), sums by
+        octave of position, and a histogram of KL (bin b holds 2**(b/32) <= KL < 2**((b+1)/32) nats, "zero" is KL 0).
 
         Args:
             start: tokens that were stored before the text: its first one has this position.
@@ -150,7 +150,7 @@ class Fidelity:
 
 
 def octaves(positions: list[int], kl: list[float], same: list[bool]) -> dict[str, dict[str, float]]:
-    """Sums over tokens by octave of position (from 1), named by its first: "1024" holds 1,024 to 2,047.
+    """Return sums over tokens by octave of position (from 1), named by its first: "1024" holds 1,024 to 2,047.
 
     Tokens, nats, flips of the most likely token, tokens above `LOST`, the largest KL.
     """
@@ -168,7 +168,7 @@ def octaves(positions: list[int], kl: list[float], same: list[bool]) -> dict[str
 
 
 def drift(kl_mean: dict[str, tuple[int, float]]) -> float | None:
-    """By how much KL grows when the position doubles (0.1: 10 %), from position `DRIFT_FROM` on: least squares of the
+    """Return KL's growth when the position doubles (0.1: 10 %), from position `DRIFT_FROM` on: least squares of the
     logarithm over octaves, weighted by tokens. None with fewer than two octaves, or where KL is 0.
 
     Args:
@@ -184,7 +184,7 @@ def drift(kl_mean: dict[str, tuple[int, float]]) -> float | None:
 
 
 def histogram(values: list[float]) -> dict[str, int]:
-    """Counts by logarithmic bin of width 2**(1/32)."""
+    """Return counts by logarithmic bin of width 2**(1/32)."""
     counts: dict[str, int] = {}
     for v in values:
         name = "zero" if v <= 0 else str(math.floor(BINS_PER_OCTAVE * math.log2(v)))
@@ -193,7 +193,7 @@ def histogram(values: list[float]) -> dict[str, int]:
 
 
 def histogram_quantile(counts: dict[str, int], q: float) -> float:
-    """The quantile of what was counted, to the bin's middle (1.1 % off at most)."""
+    """Return the quantile of what was counted, to the bin's middle (1.1 % off at most)."""
     total = sum(counts.values())
     ordered = sorted((-math.inf if name == "zero" else int(name), n) for name, n in counts.items())
     wanted, seen = q * (total - 1), 0
@@ -268,8 +268,8 @@ def compare(
 
 
 def seconds_per_token(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> float:
-    """Time passes of a text [num_tokens] of at least two through a fresh cache, at most `PROBED` of them behind one
-    that warms up.
+    """Measure the time of passes of a text [num_tokens] of at least two through a fresh cache, at most `PROBED` of them
+    behind one that warms up.
     """
     ids = ids[: (PROBED + 1) * chunk + 1]
     first = min(chunk, len(ids) - 2)
@@ -279,7 +279,8 @@ def seconds_per_token(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> 
 
 
 def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0, since: int = 0) -> float:
-    """Share of the tokens that attention read at 16 bits: sinks, newest tokens, unfinished pages, a chunk's own tokens.
+    """Return the share of the tokens that attention read at 16 bits: sinks, newest tokens, unfinished pages, a chunk's
+    own tokens.
 
     A mean over the tokens fed, and over layers; keys and values count half each.
 
@@ -308,7 +309,7 @@ def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0, since:
 
 
 def divergence(log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor) -> torch.Tensor:
-    """KL of each token, nats: of log-probabilities [n, vocabulary] against the reference's, and these as
+    """Return KL of each token, nats: of log-probabilities [n, vocabulary] against the reference's, and these as
     probabilities.
     """
     return (p_reference * (reference - log_p)).sum(-1).clamp(min=0)

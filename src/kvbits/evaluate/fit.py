@@ -189,7 +189,7 @@ class Fit:
 
 
 def widths(scheme: Scheme, layers: tuple[LayerGeometry, ...], side: str) -> list[float]:
-    """Bits of one code of each layer's keys or values, the mean where bands differ."""
+    """Return bits of one code of each layer's keys or values, the mean where bands differ."""
     found: list[float] = []
     for i, g in enumerate(layers):
         spec = scheme.for_layer(i, len(layers))[SIDES.index(side)]
@@ -256,7 +256,7 @@ def pairs_of(base: Scheme, goal: Goal) -> list[tuple[QuantSpec, QuantSpec]]:
 
 
 class Bench:
-    """Measures whole caches of a loaded model, each once.
+    """Measurement of whole caches of a loaded model, each once.
 
     Args:
         windows: int64 [windows, tokens], fed in chunks of `DECODING_CHUNK`.
@@ -283,7 +283,7 @@ class Bench:
         return [Sensitivity.from_dict(s) for s in self.state.items[name]["layers"]]
 
     def kl(self, schemes: Sequence[Scheme], *, progress: bool = False) -> list[float]:
-        """KL against the 16-bit cache, nats: mean over the tokens of all windows.
+        """Return KL against the 16-bit cache, nats: mean over the tokens of all windows.
 
         One pass of the 16-bit cache for all of them.
         """
@@ -492,7 +492,9 @@ def fit(
 
 
 def _by_quality(search: _Search, steps: list[Step]) -> list[Measured]:
-    """The cheapest choice within the wanted KL: predicted, measured, and corrected by the error of the prediction."""
+    """Return the cheapest choice within the wanted KL: predicted, measured, and corrected by the error of the
+    prediction.
+    """
     assert search.goal.max_kl is not None
     wanted, tried = search.goal.max_kl, []
     seen: set[int] = set()
@@ -509,7 +511,7 @@ def _by_quality(search: _Search, steps: list[Step]) -> list[Measured]:
 
 
 def _shown(search: _Search, steps: list[Step]) -> list[tuple[int, float, float]]:
-    """The hull for people: bytes, bits, predicted KL, in steps of about a quarter of a bit."""
+    """Return the hull for people: bytes, bits, predicted KL, in steps of about a quarter of a bit."""
     found: list[tuple[int, float, float]] = []
     for step in steps:
         scheme = search.scheme(step)
@@ -530,7 +532,7 @@ def write(scheme: FittedScheme, calibration: Calibration | None, out: Path) -> N
 def bound_to(
     scheme: Scheme, layers: tuple[LayerGeometry, ...], *, name: str, weights: str, model: str, description: str
 ) -> FittedScheme:
-    """The scheme with the model that it was fitted to, for a file."""
+    """Return the scheme with the model that it was fitted to, for a file."""
     fields = {f.name: getattr(scheme, f.name) for f in dataclasses.fields(Scheme)} | {
         "name": name,
         "description": description,

@@ -81,7 +81,7 @@ class KvbitsLM(HFLM):
 
     @torch.no_grad()
     def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
-        """Logits [1, tokens, vocabulary] of inps [1, tokens], fed through a fresh cache in chunks."""
+        """Return logits [1, tokens, vocabulary] of inps [1, tokens], fed through a fresh cache in chunks."""
         cache = self.factory.make(1, inps.shape[1])
         pieces = [
             self.model(piece, **passed(self.model, cache), use_cache=True).logits
@@ -92,7 +92,7 @@ class KvbitsLM(HFLM):
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> torch.Tensor:
-        """As HFLM's, with a fresh cache and the prompt in chunks."""
+        """Generate as HFLM does, with a fresh cache and the prompt in chunks."""
         cache = self.factory.make(len(context), max_length)
         out: torch.Tensor = super()._model_generate(
             context, max_length, stop, **passed(self.model, cache), prefill_chunk_size=self.chunk, **generation_kwargs
@@ -101,7 +101,7 @@ class KvbitsLM(HFLM):
 
 
 def main() -> None:
-    """lm-eval's command line, with the model "kvbits" registered."""
+    """Run lm-eval's command line, with the model "kvbits" registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

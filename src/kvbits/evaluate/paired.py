@@ -24,7 +24,7 @@ BOUNDS = ("difference_low", "difference_high")
 
 
 def paired(outcomes: Iterable[tuple[bool, bool]]) -> dict[str, Any]:
-    """Figures of (this cache right, the 16-bit one right) for each question; nothing where there is no question.
+    """Return figures of (this cache right, the 16-bit one right) for each question; nothing where there is no question.
 
     Returns:
         difference, difference_low, difference_high: of the shares that are right, and its 95 % interval.
@@ -50,12 +50,14 @@ def paired(outcomes: Iterable[tuple[bool, bool]]) -> dict[str, Any]:
 
 
 def paired_records(records: dict[str, dict[str, Any]], base: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    """`paired` of what records of one question each say under `name`, where the 16-bit cache has answered, too."""
+    """Return `paired` of what records of one question each say under `name`, where the 16-bit cache has
+    answered, too.
+    """
     return paired((bool(records[k][name]), bool(base[k][name])) for k in records if k in base)
 
 
 def points(summary: dict[str, Any]) -> str:
-    """A difference with its interval as text, in points of 100; empty where there is none."""
+    """Return a difference with its interval as text, in points of 100; empty where there is none."""
     if "difference" not in summary:
         return ""
     low, high = (100 * summary[name] for name in BOUNDS)

@@ -35,16 +35,17 @@ PARTS = {
     "items": dict,
     "summary": dict,
 }
-"""What a result file holds besides."""
+"""Top-level keys of a result file other than the items."""
 OF_SCHEME = ("scheme", "calibration", "formats")
 """Settings of one scheme alone."""
 FACTS = {"name", "dtype", "parameters"}
-"""What it says of its model at least."""
+"""Facts about the model that every result file must contain."""
 
 
 def model_facts(model: Any, name: str) -> dict[str, Any]:
-    """Name, sizes, a fingerprint of a loaded model (16 hex digits of its `kvbits.identity`),
-    and what its weights were made of, where `load_model` found that out."""
+    """Return name, sizes, a fingerprint of a loaded model (16 hex digits of its `kvbits.identity`), and what its
+    weights were made of, where `load_model` found that out.
+    """
     from ..integrations.identity import identity
 
     config = model.config.get_text_config(decoder=True)
@@ -61,7 +62,7 @@ def model_facts(model: Any, name: str) -> dict[str, Any]:
 
 
 def new_run(device: Any) -> dict[str, Any]:
-    """The record of a run of this process on a torch device."""
+    """Return the record of a run of this process on a torch device."""
     import torch
 
     record = runs.record()
@@ -163,7 +164,9 @@ def different(header: dict[str, Any], old: dict[str, Any]) -> list[str]:
 
 
 def dumps(data: dict[str, Any]) -> str:
-    """JSON with a line per entry and per item: it reads and diffs well. Its last line is a sum over the others."""
+    """Return JSON with a line per entry and per item: it reads and diffs well. Its last line is a sum over
+    the others.
+    """
     data = {k: v for k, v in data.items() if k != "sum"}
     data |= {"sum": _sum(data)}
 
@@ -178,7 +181,7 @@ def dumps(data: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One result file.
+    """Return one result file.
 
     Raises:
         FileFormatError: unreadable, not ours, of another version, or with items that belong to no run.
@@ -209,13 +212,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _sum(data: dict[str, Any]) -> str:
-    """32 hex digits of the SHA-256 of a file's entries, in whatever order."""
+    """Return 32 hex digits of the SHA-256 of a file's entries, in whatever order."""
     same = json.loads(to_json(data))  # as a reader finds it
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_all(directory: Path) -> list[dict[str, Any]]:
-    """Every result file below a directory, by model, task and scheme.
+    """Return every result file below a directory, by model, task and scheme.
 
     Raises:
         SpecError: none there.

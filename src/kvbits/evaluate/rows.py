@@ -19,7 +19,7 @@ from ..integrations.masks import passed
 from .caches import CacheFactory
 
 TEMPERATURE = 0.8
-"""Of sampling."""
+"""Temperature of sampling."""
 
 
 class Rows:
@@ -54,8 +54,8 @@ class Rows:
 
     @torch.no_grad()
     def feed(self, ids: torch.Tensor, real: torch.Tensor | None = None, *, keep: int = 1) -> torch.Tensor:
-        """Logits [B, keep, vocabulary] of the last `keep` of the next tokens `ids` [B, T]; `real` [B, T] is False for
-        padding.
+        """Return logits [B, keep, vocabulary] of the last `keep` of the next tokens `ids` [B, T]; `real` [B, T] is
+        False for padding.
         """
         self.mask = torch.cat([self.mask, torch.ones_like(ids, dtype=torch.bool) if real is None else real], 1)
         how: dict[str, Any] = {}
@@ -71,7 +71,7 @@ class Rows:
         return logits
 
     def select(self, rows: list[int]) -> None:
-        """Row i becomes the old row rows[i]; a row may come several times."""
+        """Make row i the old row rows[i]; a row may come several times."""
         if rows != list(range(len(self.mask))):
             self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
             self.mask = self.mask[rows]
@@ -85,8 +85,8 @@ def together(f: CacheFactory, count: int) -> list[slice]:
 
 
 def sampled(logits: torch.Tensor, draws: Sequence[random.Random]) -> list[int]:
-    """A token for each row of logits [B, vocabulary], sampled at `TEMPERATURE` with one random number of its row's:
-    caches of like odds draw alike.
+    """Return a token for each row of logits [B, vocabulary], sampled at `TEMPERATURE` with one random number of its
+    row's: caches of like odds draw alike.
     """
     odds = torch.softmax(logits.float() / TEMPERATURE, -1).double().cumsum(-1)
     at = torch.tensor([[rng.random()] for rng in draws], dtype=torch.float64, device=odds.device) * odds[:, -1:]
@@ -102,7 +102,7 @@ def generate(
     stop: Callable[[list[int]], bool] = lambda tokens: False,
     draws: Sequence[random.Random] | None = None,
 ) -> list[list[int]]:
-    """Tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came.
+    """Return tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came.
 
     Rows that ended leave the batch.
 
@@ -134,7 +134,8 @@ def score(
     continuations: Sequence[Sequence[torch.Tensor]],
     chunk: int,
 ) -> list[list[tuple[float, bool]]]:
-    """Log-likelihood, in nats, of each continuation of each prompt, and whether greedy decoding would have written it.
+    """Return log-likelihood, in nats, of each continuation of each prompt, and whether greedy decoding would have
+    written it.
 
     A prompt is fed once, and its sequence forked for continuations of more than one token. Prompts of very different
     lengths do not wait for each other (see `alike`): padding costs a model as much as tokens do.
@@ -158,8 +159,8 @@ def score(
 
 
 def alike(lengths: Sequence[int], chunk: int) -> list[list[int]]:
-    """Indices of prompts that go through a cache together, shortest first: none takes more than twice the passes of
-    `chunk` tokens of another in its group.
+    """Return indices of prompts that go through a cache together, shortest first: none takes more than twice the passes
+    of `chunk` tokens of another in its group.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -179,7 +180,7 @@ def follow(
     *,
     text_chunk: int | None = None,
 ) -> list[list[int]]:
-    """The token that a cache would write in the place of each of `texts`, which follow the prompts.
+    """Return the token that a cache would write in the place of each of `texts`, which follow the prompts.
 
     Texts are fed as they are (teacher forcing), in passes of `chunk` tokens: what a cache would have written
     differently changes nothing after it.
@@ -233,6 +234,6 @@ def _score(
 
 
 def _of(log_p: torch.Tensor, targets: torch.Tensor) -> tuple[float, bool]:
-    """(sum of log-probabilities, all the most likely) of targets [n] under log_p [n, vocabulary]."""
+    """Return (sum of log-probabilities, all the most likely) of targets [n] under log_p [n, vocabulary]."""
     targets = targets.to(log_p.device)
     return float(log_p.gather(1, targets[:, None]).double().sum()), bool((log_p.argmax(-1) == targets).all())

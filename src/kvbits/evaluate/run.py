@@ -76,7 +76,7 @@ class Evaluation:
         return found + [side for one in ours for side in sides(presets.for_layers(one, model.layers))]
 
     def ours(self, model: ModelRef) -> list[Scheme]:
-        """The schemes of ours among these, fitted to the model."""
+        """Return the schemes of ours among these, fitted to the model."""
         return [presets.for_layers(one, model.layers) for one in self.wanted(model) if is_ours(one, self.caches)]
 
     def require_possible(self, model: ModelRef, tokenizer: Any, dtype: str) -> None:
@@ -157,7 +157,7 @@ class Evaluation:
         return found
 
     def _factories(self, model: ModelRef, calibrator: Calibrator, say: Callable[[str], None]) -> list[CacheFactory]:
-        """The base and every cache of `schemes`, calibrated in one pass."""
+        """Return the base and every cache of `schemes`, calibrated in one pass."""
         calibrator.prepare(self.ours(model))
         found = [base_factory(model.loaded)]
         for wanted in self.wanted(model):
@@ -174,7 +174,7 @@ class Evaluation:
 
 
 def home_of(out: Path, name: str, dtype: str, config: Any) -> Path:
-    """A model's folder of results; "auto" stands for its configuration's dtype."""
+    """Return a model's folder of results; "auto" stands for its configuration's dtype."""
     kind = (str(getattr(config, "dtype", None) or "float32") if dtype == "auto" else dtype).removeprefix("torch.")
     return out / (name if kind == "bfloat16" else f"{name}-{kind}")
 
@@ -237,7 +237,7 @@ def _own(scheme: Scheme | None, given: Calibration | None) -> dict[str, Any]:
 
 
 def _batches(task: Task, todo: dict[str, list[CacheFactory]]) -> list[tuple[list[str], list[CacheFactory]]]:
-    """Items that run together: neighbours of one size that the same caches have yet to run."""
+    """Return items that run together: neighbours of one size that the same caches have yet to run."""
     found: list[tuple[list[str], list[CacheFactory]]] = []
     most = task.batch if task.batched else 1
     for key, fs in todo.items():

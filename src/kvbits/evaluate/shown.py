@@ -28,13 +28,13 @@ FORMATS = {
     **dict.fromkeys(("kl_lost", "read_raw"), ".1%"),
     **dict.fromkeys(("kl_mean", "kl_max"), ".3g"),
 }
-"""How figures are written that are no plain numbers."""
+"""Formats of figures that are not plain numbers."""
 NARROW = {
     "fidelity": ("ppl", "ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held"),
     "decode": ("ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held", "tokens_per_s"),
     "replay": ("kl_mean", "kl_max", "kl_lost", "read_raw", "top1_agreement", "drift", "first_flip"),
 }
-"""What fits a terminal of 80 columns of the tasks that read texts; --json and the files have everything."""
+"""Columns shown on an 80-column terminal for tasks that read texts. Files and --json contain all of them."""
 _OF_KL = (
     "worst: the largest KL of a token, nats; > 1 nat: share of tokens whose KL is above; read raw: share of the tokens"
     " attended to that were still 16-bit, mean over scored tokens and layers."

@@ -50,8 +50,8 @@ class SimulatedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as attention sees them: one token after its page closed, a chunk before, with its own tokens
-        exact.
+        """Return keys and values as attention sees them: one token after its page closed, a chunk before, with its own
+        tokens exact.
         """
         keys, values = super().update(key_states, value_states)
         due = 0 if self.group.is_raw else self.group.closed_after(keys.shape[2])
@@ -88,8 +88,8 @@ class SimulatedLayer(DynamicLayer):
     def _given_back(
         self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray, pool: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [pages, heads, page_size, head_dim] as their pages in a pool give them back; the first tokens
-        are at `starts`.
+        """Return keys and values [pages, heads, page_size, head_dim] as their pages in a pool give them back; the first
+        tokens are at `starts`.
         """
         layout, order = self.group.layouts[pool], self.order if self.group.key.needs_rotary else None
         pages, _ = close_pages(k if order is None else k[..., order], v, layout, self.static[pool], starts)

@@ -94,7 +94,7 @@ def made_up(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]
 
 
 def packed(name: str, shape: Shape, device: torch.device) -> Candidate:
-    """Attention over a preset's pages, checked on layer 0.
+    """Return attention over a preset's pages, checked on layer 0.
 
     Raises:
         DataError: its numbers are wrong.
@@ -162,8 +162,8 @@ def packed(name: str, shape: Shape, device: torch.device) -> Candidate:
 
 
 def torchs(shape: Shape, device: torch.device, say: Callable[[str], None]) -> Iterator[Candidate]:
-    """Torch's attention over dense keys and values, of every dtype and kernel that is here; `say` is told
-    which is not.
+    """Yield torch's attention over dense keys and values, of every dtype and kernel that is here; `say` is told which
+    is not.
     """
     group = shape.query_heads // shape.kv_heads
     kinds: list[tuple[torch.dtype, SDPBackend | None]] = [(torch.bfloat16, None), (torch.float32, None)]
@@ -195,7 +195,7 @@ def torchs(shape: Shape, device: torch.device, say: Callable[[str], None]) -> It
 
 
 def _timer(candidate: Candidate, shape: Shape, device: torch.device) -> Callable[[int], float]:
-    """Seconds of one call in a round; of a GPU those of a CUDA graph of some calls."""
+    """Return seconds of one call in a round; of a GPU those of a CUDA graph of some calls."""
     if device.type == "cpu":
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
@@ -230,8 +230,8 @@ def _timer(candidate: Candidate, shape: Shape, device: torch.device) -> Callable
 def rows(
     names: Iterable[str], shape: Shape, device: torch.device, rounds: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """A row for torch's fastest kernel and each preset: seconds (medians), torch's over a preset's, bytes that a call
-    reads, error against float64.
+    """Return a row for torch's fastest kernel and each preset: seconds (medians), torch's over a preset's, bytes that a
+    call reads, error against float64.
     """
     candidates = list(torchs(shape, device, say))
     for name in names:

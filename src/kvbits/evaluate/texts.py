@@ -54,7 +54,7 @@ class Text:
 
 
 def novel() -> str:
-    """The first chapters of Pride and Prejudice (Jane Austen, 1813; public domain)."""
+    """Return the first chapters of Pride and Prejudice (Jane Austen, 1813; public domain)."""
     return (
         importlib.resources.files("kvbits.evaluate")
         .joinpath("data/pride_and_prejudice.txt")
@@ -63,7 +63,7 @@ def novel() -> str:
 
 
 def code() -> str:
-    """The Python source of this installation of kvbits, file by file."""
+    """Return the Python source of this installation of kvbits, file by file."""
     folder = Path(__file__).parents[1]
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
 
@@ -80,12 +80,12 @@ either.
 
 
 def novel_start() -> Text:
-    """The first half of the novel: what is looked at beside a calibration on the second."""
+    """Return the first half of the novel: what is looked at beside a calibration on the second."""
     return halves(Text("novel", novel()))[0]
 
 
 def novel_end() -> Text:
-    """The second half of the novel: what a command calibrates on that looks at its first pages."""
+    """Return the second half of the novel: what a command calibrates on that looks at its first pages."""
     return halves(Text("novel", novel()))[1]
 
 
@@ -95,7 +95,7 @@ def first_half_of_novel(text: Text) -> Text:
 
 
 def halves(text: Text) -> tuple[Text, Text]:
-    """A text's first and second half: what is measured on one is confirmed on the other."""
+    """Return a text's first and second half: what is measured on one is confirmed on the other."""
     middle = len(text.content) // 2
     return (
         Text(f"{text.name}-start", text.content[:middle], whole=text.sha256),
@@ -104,7 +104,7 @@ def halves(text: Text) -> tuple[Text, Text]:
 
 
 def mixed(texts: Sequence[Text]) -> Text:
-    """Several texts as one to calibrate on, which gives each as many windows; one as it is.
+    """Return several texts as one to calibrate on, which gives each as many windows; one as it is.
 
     Raises:
         SpecError: no text, or one twice.
@@ -119,7 +119,7 @@ def mixed(texts: Sequence[Text]) -> Text:
 
 
 def read_text(source: str) -> Text:
-    """The text a source names (see the module).
+    """Return the text a source names (see the module).
 
     Raises:
         SpecError: no such file, not UTF-8, a JSON line without text, or no `datasets` package for a hub id.
@@ -190,13 +190,13 @@ def _hub(name: str) -> str:
 
 
 def bos_of(tokenizer: Any) -> list[int]:
-    """[BOS] if the tokenizer begins texts with it, else []."""
+    """Return [BOS] if the tokenizer begins texts with it, else []."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
 def windows(tokenizer: Any, text: Text, *, count: int, length: int, limit: int | None = None) -> torch.Tensor:
-    """The first `count` windows of a text, without overlap, each beginning with BOS if the tokenizer uses one.
+    """Return the first `count` windows of a text, without overlap, each beginning with BOS if the tokenizer uses one.
 
     Args:
         limit: tokens the model was made for (`geometry.max_context`).
@@ -213,8 +213,8 @@ def windows(tokenizer: Any, text: Text, *, count: int, length: int, limit: int |
 def spread_windows(
     tokenizer: Any, text: Text, *, count: int, length: int, limit: int | None = None
 ) -> dict[int, torch.Tensor]:
-    """`count` windows spread evenly over a text, by their number among all windows of the text: each int64 [length], as
-    `windows` gives them.
+    """Return `count` windows spread evenly over a text, by their number among all windows of the text: each int64
+    [length], as `windows` gives them.
 
     The first is the text's first, the second its middle, then its quarters and so on: more windows only add to fewer.
 
@@ -226,8 +226,8 @@ def spread_windows(
 
 
 def spread(total: int, count: int) -> list[int]:
-    """`count` of `total` numbers, in the order of van der Corput's sequence: however many are taken, they are spread
-    evenly.
+    """Return `count` of `total` numbers, in the order of van der Corput's sequence: however many are taken, they are
+    spread evenly.
     """
     digits = total.bit_length()
     halved = (int(f"{k:0{digits}b}"[::-1], 2) * total >> digits for k in range(1 << digits))
@@ -235,7 +235,7 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def _cut(tokenizer: Any, text: Text, count: int, length: int, limit: int | None, characters: int) -> torch.Tensor:
-    """All windows of the first `characters` of a text, at least `count`: int64 [windows, length]."""
+    """Return all windows of the first `characters` of a text, at least `count`: int64 [windows, length]."""
     if count < 1 or length < 2:
         raise SpecError(f"{count} windows of {length} tokens; at least 1 of 2 are needed")
     if limit is not None and length > limit:

@@ -108,7 +108,7 @@ class Task:
         raise NotImplementedError
 
     def item_keys(self) -> list[str]:
-        """The items, in order."""
+        """Return the items, in order."""
         raise NotImplementedError
 
     def size(self, key: str) -> int:
@@ -116,13 +116,13 @@ class Task:
         return 1
 
     def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
-        """Each cache's record of an item. With `relative` the first factory is the base."""
+        """Return each cache's record of an item. With `relative` the first factory is the base."""
         return self.run_batch([key], factories, advance)[key]
 
     def run_batch(
         self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]
     ) -> dict[str, dict[str, Record]]:
-        """`run` of several items."""
+        """Return `run` of several items."""
         if not self.batched:
             return {key: self.run(key, factories, advance) for key in keys}
         found: dict[str, dict[str, Record]] = {key: {} for key in keys}
@@ -133,24 +133,24 @@ class Task:
         return found
 
     def pairs(self, record: Record, base: Record | None) -> bool:
-        """Tell whether a cache's record of an item and the base cache's record come from the same input. `base` is None
-        where the base cache has no record. A record that does not pair is measured anew.
+        """Return whether a cache's record of an item and the base cache's record come from the same input. `base` is
+        None where the base cache has no record. A record that does not pair is measured anew.
         """
         return True
 
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
-        """One cache's records of several items, which run together."""
+        """Return one cache's records of several items, which run together."""
         raise NotImplementedError
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-        """Figures of one cache over its items; `base` holds the base cache's records of the same items (empty if it did
-        not run).
+        """Return figures of one cache over its items; `base` holds the base cache's records of the same items (empty if
+        it did not run).
         """
         raise NotImplementedError
 
 
 def names_of(wanted: list[str]) -> list[str]:
-    """Task names with aliases resolved, each once.
+    """Return task names with aliases resolved, each once.
 
     Raises:
         SpecError: an unknown task.
@@ -162,12 +162,12 @@ def names_of(wanted: list[str]) -> list[str]:
 
 
 def scored_texts(tasks: Sequence[str], texts: tuple[Text, ...]) -> tuple[Text, ...]:
-    """`texts`, where one of these tasks measures on them; others take them as filler at most."""
+    """Return `texts`, where one of these tasks measures on them; others take them as filler at most."""
     return texts if any(load(name).scores_texts for name in tasks) else ()
 
 
 def load(name: str) -> type[Task]:
-    """The class of a task."""
+    """Return the class of a task."""
     module, cls = TASKS[name].split(":")
     found: type[Task] = getattr(importlib.import_module(f".{module}", __name__), cls)
     return found

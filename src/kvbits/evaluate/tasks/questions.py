@@ -39,7 +39,7 @@ STOP_TOKENS = 16
 
 
 def data_file(context: Context, name: str, what: str) -> Path:
-    """The file given with --data NAME=FILE.
+    """Return the file given with --data NAME=FILE.
 
     Raises:
         SpecError: none given, or not there.
@@ -53,7 +53,7 @@ def data_file(context: Context, name: str, what: str) -> Path:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON lines file. Only newlines end a line: MMLU has U+2028 inside its strings.
+    """Return objects of a JSON lines file. Only newlines end a line: MMLU has U+2028 inside its strings.
 
     Raises:
         SpecError: something else.
@@ -68,7 +68,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def drawn(items: list[Any], seed: int) -> list[Any]:
-    """All items in an order drawn by `seed`: the first few are a sample, and more of them hold it."""
+    """Return all items in an order drawn by `seed`: the first few are a sample, and more of them hold it."""
     return random.Random(seed).sample(items, len(items))
 
 
@@ -97,11 +97,11 @@ class QuestionsTask(Task):
         return self.SHOTS if self.context.options.shots is None else self.context.options.shots
 
     def lines(self, name: str, what: str) -> list[dict[str, Any]]:
-        """Objects of the file given with --data NAME=FILE."""
+        """Return objects of the file given with --data NAME=FILE."""
         return read_lines(data_file(self.context, name, what))
 
     def _problems(self) -> list[dict[str, Any]]:
-        """id, prompt, and choices and answer (index), or what an answer is judged by."""
+        """Return id, prompt, and choices and answer (index), or what an answer is judged by."""
         raise NotImplementedError
 
     @property
@@ -115,11 +115,11 @@ class QuestionsTask(Task):
         return tuple(self.context.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def prompt(self, problem: dict[str, Any]) -> torch.Tensor:
-        """Ids that a problem begins with."""
+        """Return ids that a problem begins with."""
         return torch.tensor([*bos_of(self.context.tokenizer), *self.encode(problem["prompt"])])
 
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
-        """By the likelihood of each choice after the prompt and a blank."""
+        """Return answers by the likelihood of each choice after the prompt and a blank."""
         problems = [self.problems[key] for key in keys]
         continuations = []
         for p in problems:
@@ -186,7 +186,7 @@ class MmluTask(QuestionsTask):
 
 
 def _spread(rows: list[Any], group: Callable[[Any], str]) -> list[Any]:
-    """Rows with their groups taking turns, so that the first few cover all of them."""
+    """Return rows with their groups taking turns, so that the first few cover all of them."""
     groups: dict[str, list[Any]] = {}
     for r in rows:
         groups.setdefault(group(r), []).append(r)

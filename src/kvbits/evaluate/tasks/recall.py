@@ -37,7 +37,7 @@ Part = tuple[str, bool]
 
 @functools.cache
 def words() -> tuple[str, ...]:
-    """Common words, of 3 to 9 letters, in the order of the alphabet."""
+    """Return common words, of 3 to 9 letters, in the order of the alphabet."""
     counted = Counter(re.findall(r"\b[a-z]{3,9}\b", novel()))
     return tuple(sorted(w for w, n in counted.items() if n >= 4))
 
@@ -86,7 +86,7 @@ class PartsTask(Task):
         raise NotImplementedError
 
     def room(self, item: Any) -> int:
-        """Tokens that an item takes, its answer with it."""
+        """Return the number of tokens that an item takes, its answer with it."""
         raise NotImplementedError
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
@@ -99,8 +99,8 @@ class PartsTask(Task):
 
 
 def parts_summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-    """Shares of parts, and of tokens where they were counted, that are right, and the difference to the
-    16-bit cache's.
+    """Return shares of parts, and of tokens where they were counted, that are right, and the difference to the 16-bit
+    cache's.
     """
     right = [c == "1" for r in records.values() for c in r["right"]]
     found: dict[str, Any] = {"parts": len(right), "accuracy": sum(right) / len(right)}
@@ -123,11 +123,11 @@ class ForcedTask(PartsTask):
         return len(item[0]) + len(item[1]) + DECODING_CHUNK  # the last pass is filled up
 
     def parts(self, kind: str, length: int, rng: random.Random) -> tuple[list[int], list[Part]]:
-        """(ids of a prompt of about `length` tokens without BOS, what follows it)."""
+        """Return (ids of a prompt of about `length` tokens without BOS, what follows it)."""
         raise NotImplementedError
 
     def _made(self, key: str) -> tuple[torch.Tensor, list[int], list[tuple[int, int]]]:
-        """(ids of the prompt, ids after it, (first, end) of each question among these)."""
+        """Return (ids of the prompt, ids after it, (first, end) of each question among these)."""
         kind, length, _ = key.split(":")
         prompt, parts = self.parts(kind, int(length), self.rng(key))
         text: list[int] = []

@@ -119,8 +119,8 @@ class ReplayTask(FidelityTask):
         return base is not None and record.get("chain_sha256") == base.get("chain_sha256")
 
     def _know(self, base: CacheFactory, key: str) -> None:
-        """The chain of an item: as the 16-bit cache's results have it, or a new one, written together with those of the
-        next items that lack theirs.
+        """Find the chain of an item: as the 16-bit cache's results have it, or a new one, written together with those
+        of the next items that lack theirs.
         """
         if key in self.kept:
             self._windows[key], self._starts[key] = (
@@ -136,9 +136,9 @@ class ReplayTask(FidelityTask):
             self._windows[one], self._starts[one] = torch.tensor(chain), len(start)
 
     def _written(self, keys: list[str], base: CacheFactory) -> tuple[Sequence[list[int]], list[list[int]]]:
-        """Ids of the prompts, and the chains. 16-bit pages write them, several times as fast as the stock cache, which
-        copies all it holds at each token; on a GPU in a CUDA graph. The stock cache writes where the model can have no
-        pages, or cannot be captured.
+        """Return ids of the prompts, and the chains. 16-bit pages write them, several times as fast as the stock cache,
+        which copies all it holds at each token; on a GPU in a CUDA graph. The stock cache writes where the model can
+        have no pages, or cannot be captured.
         """
         model, end = self.context.model, self.context.tokenizer.eos_token_id
 
@@ -160,7 +160,7 @@ class ReplayTask(FidelityTask):
         return rng, turns, [*bos_of(self.context.tokenizer), *next(turns)]
 
     def _turns(self, key: str, rng: random.Random) -> Iterator[list[int]]:
-        """Ids of one prompt after another, as the model's chat template puts them."""
+        """Yield ids of one prompt after another, as the model's chat template puts them."""
         tokenizer, prompts = self.context.tokenizer, self._prompts.get(key.split("@")[0])
         while True:
             asked = plan(rng) if prompts is None else rng.choice(prompts)
@@ -176,7 +176,8 @@ class ReplayTask(FidelityTask):
 
 
 def prompts_of(path: Path, field: str) -> list[str]:
-    """
+    """Return the prompts of JSON lines.
+
     Raises:
         SpecError: a line without the field, or with no text in it.
     """
@@ -192,12 +193,12 @@ def prompts_of(path: Path, field: str) -> list[str]:
 
 
 def chain_sha256(chain: list[int]) -> str:
-    """Names a chain by its tokens: 16 hexadecimal digits."""
+    """Return a name of a chain by its tokens: 16 hexadecimal digits."""
     return hashlib.sha256(torch.tensor(chain, dtype=torch.int32).numpy().tobytes()).hexdigest()[:16]
 
 
 def plan(rng: random.Random) -> str:
-    """A problem of planning: deliveries with places, loads and times."""
+    """Return a problem of planning: deliveries with places, loads and times."""
     places, goods = rng.sample(PLACES, 5), rng.sample(GOODS, 5)
     orders = " ".join(
         f"{place.capitalize()} wants {rng.randrange(2, 30)} boxes of {good} before"
@@ -222,7 +223,7 @@ def write(
     draws: Sequence[random.Random],
     captured: bool = False,
 ) -> list[list[int]]:
-    """Sampled chains of `length` tokens each, prompts included.
+    """Return sampled chains of `length` tokens each, prompts included.
 
     Prompts are fed token by token as well: so all chains are as long, and none is padded.
 

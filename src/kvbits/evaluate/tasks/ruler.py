@@ -102,7 +102,7 @@ class RulerTask(PartsTask):
         return torch.tensor([*start, *itertools.chain(*body), *end]), asked
 
     def _essay(self, rng: random.Random) -> Iterator[str]:
-        """Sentences of the text, from one of them on, again and again."""
+        """Yield sentences of the text, from one of them on, again and again."""
         found = [f"{s} " for s in re.split(r"(?<=[.!?])\s+", self.context.texts[0].content) if s]
         return itertools.islice(itertools.cycle(found), rng.randrange(len(found)), None)
 
@@ -129,7 +129,7 @@ class RulerTask(PartsTask):
 def needles(
     what: str, count: int, *, key: str = "word", value: str = "number", values: int = 1, asked: int = 1
 ) -> Callable[[random.Random, Iterator[str], int], Asked]:
-    """Keys with values, of which the first `asked` keys' are asked for.
+    """Return keys with values, of which the first `asked` keys' are asked for.
 
     Args:
         what: they are hidden in: "noise", "essay", or "needles", which are more of their kind.
@@ -173,7 +173,7 @@ def needles(
 
 
 def made(kind: str, rng: random.Random) -> str:
-    """A word pair, a number of seven digits, or an id of 32 hexadecimal ones."""
+    """Return a word pair, a number of seven digits, or an id of 32 hexadecimal ones."""
     if kind == "word":
         return f"{rng.choice(words())}-{rng.choice(words())}"
     if kind == "number":
@@ -183,12 +183,12 @@ def made(kind: str, rng: random.Random) -> str:
 
 
 def sentences() -> Iterator[str]:
-    """Noise without an end."""
+    """Yield noise without an end."""
     return itertools.cycle(f"{s}. " for s in FILLER.strip().rstrip(".").split(". "))
 
 
 def variables(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
-    """vt: five names of one value, each given it by the one before."""
+    """Make a task vt: five names of one value, each given it by the one before."""
     names = ["".join(rng.choices(string.ascii_uppercase, k=5)) for _ in range(5)]
     value = str(rng.randrange(10_000, 100_000))
     steps = [f"VAR {names[0]} = {value}. ", *(f"VAR {b} = VAR {a}. " for a, b in itertools.pairwise(names))]
@@ -197,7 +197,7 @@ def variables(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
 
 
 def common(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
-    """cwe: ten words come ten times as often as the others can."""
+    """Make a task cwe: ten words come ten times as often as the others can."""
     chosen = rng.sample(words(), len(words()))
     times = max(1, length // 1024)
     often, others = chosen[:10], chosen[10:] * times
@@ -214,7 +214,7 @@ def common(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
 
 
 def frequent(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
-    """fwe: the k-th of many made-up words comes with a share of k ** -2."""
+    """Make a task fwe: the k-th of many made-up words comes with a share of k ** -2."""
     coded = ["".join(rng.choices(string.ascii_lowercase, k=6)) for _ in range(50)]
     drawn = [f" {w}" for w in rng.choices(coded, [k**-2.0 for k in range(1, 51)], k=length)]
     lead = "Below is a coded text. Find the three coded words that come most often.\n"
@@ -222,7 +222,7 @@ def frequent(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
 
 
 def facts(hops: int) -> Callable[[random.Random, Iterator[str], int], Asked]:
-    """qa: where somebody was born, or where somebody's teacher was."""
+    """Make a task qa: where somebody was born, or where somebody's teacher was."""
 
     def syllables(rng: random.Random, n: int) -> str:
         return "".join(rng.choice(LAST) + rng.choice(TOWNS) for _ in range(n)).capitalize()

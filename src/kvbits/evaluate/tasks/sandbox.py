@@ -90,7 +90,7 @@ class Outcome:
 
 @functools.cache
 def namespaces() -> tuple[str, ...]:
-    """The `unshare` words that work on this machine; empty where the kernel allows none."""
+    """Return the `unshare` words that work on this machine; empty where the kernel allows none."""
     tool = shutil.which("unshare")
     if tool is None:
         return ()

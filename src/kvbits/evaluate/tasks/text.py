@@ -63,7 +63,7 @@ class FidelityTask(Task):
         return 0
 
     def _first(self, key: str) -> int:
-        """The first position behind these that is scored."""
+        """Return the first position behind these that is scored."""
         return 1
 
     @property
@@ -221,7 +221,7 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
 
 
 def _by_octave(rows: list[Record]) -> dict[str, Any]:
-    """Means by octave of position, and KL's growth per doubling."""
+    """Return means by octave of position, and KL's growth per doubling."""
     found: dict[str, dict[str, float]] = {}
     for at in sorted({at for r in rows for at in r["octaves"]}, key=int):
         some = [r["octaves"][at] for r in rows if at in r["octaves"]]
@@ -239,7 +239,7 @@ def _by_octave(rows: list[Record]) -> dict[str, Any]:
 
 
 def standard_error(values: list[float]) -> float | None:
-    """Standard error of the mean over windows; None for a single one."""
+    """Return the standard error of the mean over windows; None for a single one."""
     if len(values) < 2:
         return None
     mean = math.fsum(values) / len(values)

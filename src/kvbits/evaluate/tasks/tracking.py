@@ -46,7 +46,7 @@ class State(Protocol):
     """State that a text keeps track of."""
 
     def step(self) -> str:
-        """One change, told, or noise."""
+        """Return one change, told, or noise."""
 
     def questions(self) -> list[Part]:
         """Return what is asked in the end."""
