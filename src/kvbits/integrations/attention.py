@@ -90,7 +90,7 @@ class KVLayer(Closed, CacheLayerMixin):
         return handle, handle
 
     def get_seq_length(self) -> int:
-        """Positions so far; a tensor [] in compiled code."""
+        """Return the number of positions so far; a tensor [] in compiled code."""
         return self.columns.numbers[1] if torch.compiler.is_compiling() else self.seen  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -152,8 +152,8 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention function of the registry: query [B, Hq, T, D] -> ([B, T, Hq, D], None, or weights that were asked for
-    of another cache).
+    """Attend as the attention function of the registry: query [B, Hq, T, D] -> ([B, T, Hq, D], None, or weights that
+    were asked for of another cache).
     """
     if any(kwargs.get(name) is not None for name in ("indices", "block_indices")):
         raise UnsupportedError(
@@ -215,7 +215,8 @@ def attention(
 
 
 def _require_no_gradients(behind_history: bool) -> None:
-    """
+    """Refuse gradients behind stored tokens.
+
     Raises:
         UnsupportedError: gradients are wanted of tokens behind stored ones.
     """

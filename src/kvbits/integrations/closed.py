@@ -35,7 +35,7 @@ class Closed:
 
 
 def refused(name: str) -> property:
-    """A property that raises: reading it would give what a KVCache does not have."""
+    """Return a property that raises: reading it would give what a KVCache does not have."""
 
     def refuse(self: Any, value: Any = None) -> NoReturn:
         raise NotHereError(

@@ -49,7 +49,7 @@ def cached_attention(
     more: bool,
     again: bool,
 ) -> torch.Tensor:
-    """`Columns.attend` of the cache that `numbers` names: [B, T, Hq, D].
+    """Call `Columns.attend` of the cache that `numbers` names: [B, T, Hq, D].
 
     Args:
         mask: bool [B, at least seen + T], real tokens; None for all.

@@ -64,7 +64,7 @@ class CrossKVCache(Closed, EncoderDecoderCache):
         self.cross_attention_cache.batch_repeat_interleave(repeats)
 
     def enter_pass(self) -> None:
-        """A first pass reads its own encoder's output, also after one that broke off and was taken back."""
+        """Let a first pass read its own encoder's output, also after one that broke off and was taken back."""
         self.self_attention_cache.enter_pass()
         if not self.self_attention_cache.get_seq_length():
             self.cross_attention_cache.reset()
@@ -74,7 +74,8 @@ class CrossKVCache(Closed, EncoderDecoderCache):
         self.self_attention_cache.begin_again()
 
     def save(self, path: str | Path) -> NoReturn:
-        """
+        """Refuse to save.
+
         Raises:
             UnsupportedError: always.
         """

@@ -45,12 +45,12 @@ ASKED = (
 _ARGUMENT = CACHE_NAMES["cache" not in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}]
 """Name of the cache among the arguments of `generate`."""
 _HOOKS = "_kvbits_hooks"
-"""Where a module keeps the handles of its two hooks."""
+"""Attribute where a module keeps the handles of its two hooks."""
 
 
 def attach(model: Any) -> None:
-    """From now on `generate` asks here, also that of a model which adapters or a compiler wrapped, and a forward pass
-    that was given a KVCache must fill it.
+    """Make `generate` ask here from now on, also that of a model which adapters or a compiler wrapped, and a forward
+    pass that was given a KVCache must fill it.
     """
     for part in _generators(model):
         for name in ASKED:
@@ -87,14 +87,18 @@ def _checked(model: Any) -> list[Any]:
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The KVCache among the arguments of a forward pass, or None; the one inside a stock EncoderDecoderCache, too."""
+    """Return the KVCache among the arguments of a forward pass, or None; the one inside a stock EncoderDecoderCache,
+    too.
+    """
     found = [cache_among(kwargs), *(x for x in args if not isinstance(x, torch.Tensor))]
     found += [getattr(x, "self_attention_cache", None) for x in found if isinstance(x, EncoderDecoderCache)]
     return next((x for x in found if is_ours(x)), None)
 
 
 def _key(module: Any) -> int:
-    """Names a module among those in a pass (`Columns.begun`): below 0 for what wraps a model of Transformers."""
+    """Return a name of a module among those in a pass (`Columns.begun`): below 0 for what wraps a model of
+    Transformers.
+    """
     return id(module) if isinstance(module, PreTrainedModel) else -id(module)
 
 
@@ -115,7 +119,7 @@ def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _with_cache(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of a forward pass that use its KVCache; None where the given ones do."""
+    """Return arguments of a forward pass that use its KVCache; None where the given ones do."""
     place = None
     if len(args) > 1:
         names = [*inspect.signature(module.forward).parameters][: len(args)]
@@ -136,7 +140,7 @@ def _with_cache(
 
 
 def uses_cache(*says: Any, cache: Any, name: str) -> bool:
-    """Say whether a `generate` uses its KVCache by the first of these that says anything, with a warning where not.
+    """Return whether a `generate` uses its KVCache by the first of these that says anything, with a warning where not.
 
     Args:
         says: of the call and of configurations: True, False or None.
@@ -149,7 +153,7 @@ def uses_cache(*says: Any, cache: Any, name: str) -> bool:
 
 
 def _say_used(cache: Any, name: str) -> None:
-    """
+    """Warn that a `generate` leaves its KVCache unused.
 
     Warns:
         KvbitsWarning: once for each cache.
@@ -166,7 +170,7 @@ def _say_used(cache: Any, name: str) -> None:
 
 
 def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """
+    """Check a pass that has ended.
 
     Raises:
         UnsupportedError: not every layer stored its tokens in the cache that the pass was given; the cache is as it was
@@ -196,7 +200,7 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
 
 
 def _require_continued(cache: Any, args: tuple[Any, ...], given: dict[str, Any]) -> torch.Tensor | None:
-    """The token ids that `generate` was given, where it was given ids of the whole sequence.
+    """Return the token ids that `generate` was given, where it was given ids of the whole sequence.
 
     Raises:
         CacheStateError: they do not continue what the cache holds.
@@ -227,7 +231,7 @@ def _require_continued(cache: Any, args: tuple[Any, ...], given: dict[str, Any])
 
 
 def _missing(inputs: dict[str, Any], cache: Any) -> int:
-    """Tokens of the sequence that the inputs of a pass without a past lack."""
+    """Return the number of tokens of the sequence that the inputs of a pass without a past lack."""
     mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
     return max(
@@ -253,7 +257,7 @@ class _Answer:
         return getattr(self, self._name)(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` with a KVCache by either name of the argument.
+        """Run `generate` with a KVCache by either name of the argument.
 
         Raises:
             CacheStateError: a prompt that does not continue what the cache holds.
@@ -288,7 +292,7 @@ class _Answer:
         return self._inherited()(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """The inputs of a pass, for the cache that `generate` was given.
+        """Return the inputs of a pass, for the cache that `generate` was given.
 
         Raises:
             UnsupportedError: the model passes another cache on, or begins anew without the tokens that are cached.
@@ -316,7 +320,8 @@ class _Answer:
         return inputs | passed(self._model(), cache)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """
+        """Refuse continuous batching.
+
         Raises:
             UnsupportedError: always: batches need pages and attention of Transformers' own.
         """

@@ -45,7 +45,7 @@ class NotCapturedError(UnsupportedError):
 
 @contextmanager
 def graphed(model: Any, cache: HoldsPages, *, compile: bool = False) -> Iterator[GraphDecoder]:
-    """Inside, `model` decodes with `cache` in a CUDA graph: in `generate` (greedy, sampling, streamers, left-padded
+    """Let `model` decode inside with `cache` in a CUDA graph: in `generate` (greedy, sampling, streamers, left-padded
     batches) or called with one token.
 
     Beam search and assisted generation move pages between tokens, so they run eagerly, with a warning. Hooks on the
@@ -73,7 +73,7 @@ def graphed(model: Any, cache: HoldsPages, *, compile: bool = False) -> Iterator
 
 
 def leads(model: Any, cache: HoldsPages) -> bool:
-    """Tell whether `model` is inside `graphed` with this cache."""
+    """Return whether `model` is inside `graphed` with this cache."""
     forward = model.__dict__.get("forward")
     while (decoder := getattr(forward, "decoder", None)) is not None:
         if decoder.cache is cache:
@@ -83,7 +83,7 @@ def leads(model: Any, cache: HoldsPages) -> bool:
 
 
 def is_compiled(model: Any) -> bool:
-    """Tell whether `model` or its forward pass was given to torch.compile."""
+    """Return whether `model` or its forward pass was given to torch.compile."""
     return (
         hasattr(model, "_orig_mod")
         or getattr(model, "_compiled_call_impl", None) is not None
@@ -115,7 +115,7 @@ class GraphDecoder:
 
     @contextmanager
     def leading(self, model: Any) -> Iterator[None]:
-        """Inside, `model.forward` is this."""
+        """Make this `model.forward` inside."""
 
         @functools.wraps(self.eager)  # generate() reads its signature
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -137,8 +137,8 @@ class GraphDecoder:
         self._captured = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass, replayed where it is one token per sequence with this cache; its usual output, in
-        tensors of its own.
+        """Run the model's forward pass, replayed where it is one token per sequence with this cache; its usual output,
+        in tensors of its own.
 
         Raises:
             CacheStateError: another number of sequences than the cache holds.
@@ -190,7 +190,7 @@ class GraphDecoder:
             raise
 
     def _token_eagerly(self, kwargs: dict[str, Any]) -> Any:
-        """A token that decoding on the device begins with, or one that the host must lead."""
+        """Run a token that decoding on the device begins with, or one that the host must lead."""
         if self._fresh:
             self._pages.expect_tokens()
         self._fresh = False
@@ -279,7 +279,7 @@ class GraphDecoder:
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: libraries keep a workspace for every stream that they have seen."""
+    """Return the one stream for all captures: libraries keep a workspace for every stream that they have seen."""
     return torch.cuda.Stream(device)
 
 
@@ -337,7 +337,9 @@ class _Captured:
 def _split(
     kwargs: dict[str, Any], seen: int, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:
-    """(other arguments, tensors of fixed shape, bool mask [B, at least seen + 1] or None) of a pass of one token."""
+    """Return (other arguments, tensors of fixed shape, bool mask [B, at least seen + 1] or None) of a pass of one
+    token.
+    """
     kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES}
     mask = kwargs.pop("attention_mask", None)
     if mask is not None:
@@ -360,7 +362,7 @@ def _split(
 
 
 def _copy(x: Any) -> Any:
-    """An output whose tensors no replay writes."""
+    """Return an output whose tensors no replay writes."""
     if isinstance(x, torch.Tensor):
         return x.clone()
     if isinstance(x, ModelOutput):

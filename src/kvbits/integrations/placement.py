@@ -16,7 +16,8 @@ from ..geometry import text_config
 
 
 def device_of(model: Any) -> torch.device:
-    """Device that the attention layers of a model's decoder compute on, wherever their weights lie meanwhile.
+    """Return the device that the attention layers of a model's decoder compute on, wherever their weights lie
+    meanwhile.
 
     Raises:
         UnsupportedError: there are several of them.
@@ -37,7 +38,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a device's memory that programs may take; 0 where the system does not say."""
+    """Return bytes of a device's memory that programs may take; 0 where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -47,7 +48,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def input_device(model: Any) -> torch.device:
-    """Device where a model looks up its first tokens: where their ids are wanted."""
+    """Return the device where a model looks up its first tokens: where their ids are wanted."""
     return _computes_on(model, "", model) or model.device
 
 
@@ -58,7 +59,9 @@ def _is_attention(module: Any, kind: str) -> bool:
 
 
 def _computes_on(model: Any, name: str, module: Any) -> torch.device | None:
-    """The device where the first parameter of a module lies, or is brought to before it is used; None without one."""
+    """Return the device where the first parameter of a module lies, or is brought to before it is used; None without
+    one.
+    """
     for inner, m in module.named_modules(prefix=name):
         if (p := next(m.parameters(recurse=False), None)) is not None:
             return _brought_to(model, inner) if p.is_meta else p.device

@@ -23,7 +23,7 @@ CHUNK = 512
 
 
 def beside_pages(layers: int) -> str:
-    """Say what files of pages lack of a model in which so many layers keep more than keys and values."""
+    """Return what files of pages lack of a model in which so many layers keep more than keys and values."""
     return (
         f"{counted(layers, 'layer')} of this model keep recurrent states or index keys, which files of pages do not"
         " hold"
@@ -31,7 +31,7 @@ def beside_pages(layers: int) -> str:
 
 
 def refuses(model: Any) -> str | None:
-    """Say why prefixes of a model cannot be stored: its cache is more than pages, or its prompts more than ids."""
+    """Return why prefixes of a model cannot be stored: its cache is more than pages, or its prompts more than ids."""
     if (kind := prompts.virtual_tokens(model)) is not None:
         return (
             f"{type(model).__name__} puts virtual tokens ({kind}) in front of each prompt, which no ids name; use"
@@ -159,7 +159,7 @@ def _is_plain(model: Any) -> bool:
 
 
 def _rotation_limit(model: Any) -> int | None:
-    """Tokens up to which a model with longrope takes its short factors; None for others."""
+    """Return the number of tokens up to which a model with longrope takes its short factors; None for others."""
     config = text_config(model.config)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":

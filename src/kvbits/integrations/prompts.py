@@ -68,7 +68,7 @@ def media_tokens(config: Any) -> dict[int, str]:
 
 
 def _parts(config: Any, seen: set[int]) -> Iterator[Any]:
-    """A configuration and all inside it."""
+    """Yield a configuration and all inside it."""
     if id(config) in seen:
         return
     seen.add(id(config))
@@ -81,7 +81,7 @@ def _parts(config: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def arguments(module: Any) -> Mapping[str, Any]:
-    """The parameters of a forward pass by name, which hold any name where it takes keywords freely."""
+    """Return the parameters of a forward pass by name, which hold any name where it takes keywords freely."""
     parameters = inspect.signature(module.forward).parameters
     return _Any(parameters) if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else parameters
 
@@ -103,19 +103,22 @@ def takes_media(model: Any) -> list[str]:
 
 
 def virtual_tokens(model: Any) -> str | None:
-    """The kind of virtual tokens (PEFT's prompt learning) that a model's active adapter puts in front of a prompt."""
+    """Return the kind of virtual tokens (PEFT's prompt learning) that a model's active adapter puts in front of a
+    prompt.
+    """
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
     kind = getattr(config, "peft_type", None) if getattr(config, "is_prompt_learning", False) else None
     return None if kind is None else str(getattr(kind, "value", kind))
 
 
 def fills_itself(model: Any) -> str | None:
-    """The kind of adapter that writes keys and values into a cache of its own making, which no KVCache is."""
+    """Return the kind of adapter that writes keys and values into a cache of its own making, which no KVCache is."""
     return kind if (kind := virtual_tokens(model)) in ("PREFIX_TUNING", "CARTRIDGE") else None
 
 
 def require_no_prefix_tuning(model: Any) -> None:
-    """
+    """Refuse adapters that write keys and values themselves.
+
     Raises:
         UnsupportedError: see `fills_itself`.
     """
@@ -149,7 +152,7 @@ def require_words(model: Any, ids: torch.Tensor) -> None:
 
 
 def tokens_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Tokens that a pass is given of each sequence; None where its arguments do not say."""
+    """Return the number of tokens that a pass is given of each sequence; None where its arguments do not say."""
     given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     found = next((x for x in given if isinstance(x, torch.Tensor) and x.ndim > 1), None)
     return None if found is None else found.shape[1]
@@ -199,7 +202,7 @@ def _note_positions(columns: Columns, given: Mapping[str, Any], takes: bool) -> 
 
 
 def _add(beyond: dict[str, Any], name: str, found: torch.Tensor) -> None:
-    """On a GPU the answer stays there until somebody asks."""
+    """Add an answer, which stays on a GPU until somebody asks."""
     if name in beyond and not isinstance(beyond[name], bool):
         found = beyond[name] | found
     if found.device.type != "cpu":

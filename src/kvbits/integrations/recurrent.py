@@ -69,12 +69,12 @@ class RecurrentLayer(Closed, LinearAttentionLayer):
         return sum(x.nbytes for _, _, x in self._states())
 
     def select_states(self, indices: torch.Tensor) -> None:
-        """Sequence i takes the state of the old indices[i]."""
+        """Give sequence i the state of the old indices[i]."""
         for states, i, x in self._states():
             states[i] = x.index_select(0, indices.to(x.device))
 
     def repeat_states(self, repeats: int) -> None:
-        """Every sequence's state `repeats` times."""
+        """Repeat every sequence's state `repeats` times."""
         for states, i, x in self._states():
             states[i] = x.repeat_interleave(repeats, 0)
 
@@ -129,17 +129,17 @@ class IndexedLayer(DenseLayer):
         self._indices = None
 
     def select_states(self, indices: torch.Tensor) -> None:
-        """Sequence i takes the index keys of the old indices[i]."""
+        """Give sequence i the index keys of the old indices[i]."""
         self._indices = (
             None if self._indices is None else self._indices.index_select(0, indices.to(self._indices.device))
         )
 
     def repeat_states(self, repeats: int) -> None:
-        """Every sequence's index keys `repeats` times."""
+        """Repeat every sequence's index keys `repeats` times."""
         self._indices = None if self._indices is None else self._indices.repeat_interleave(repeats, 0)
 
     def activate_past_recording(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class CrossLayer(DynamicLayer):
@@ -170,7 +170,7 @@ class CrossLayer(DynamicLayer):
             self.batch_repeat_interleave(repeats)
 
     def activate_past_recording(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class States:

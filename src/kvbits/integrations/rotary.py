@@ -25,7 +25,7 @@ from .refusals import refuses_turning
 
 
 def stored_layers(layers: tuple[LayerGeometry, ...], scheme: Scheme, model: Any) -> tuple[LayerGeometry, ...]:
-    """`layers` of a loaded Transformers model with their rotary embeddings as far as the scheme needs them (see
+    """Return `layers` of a loaded Transformers model with their rotary embeddings as far as the scheme needs them (see
     `with_rotary`) or has use for them.
     """
     if scheme.needs_rotary:
@@ -39,7 +39,7 @@ def stored_layers(layers: tuple[LayerGeometry, ...], scheme: Scheme, model: Any)
 
 
 def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeometry, ...]:
-    """`layers` of a loaded Transformers model with their rotary embeddings.
+    """Return `layers` of a loaded Transformers model with their rotary embeddings.
 
     Raises:
         UnsupportedError: the model has no rotary embedding, or one whose channels are not turned in pairs by position.
@@ -65,7 +65,7 @@ def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeo
 
 
 def _frequencies(model: Any) -> dict[str, tuple[float, ...]]:
-    """Radians per token by layer type; "" for any other."""
+    """Return radians per token by layer type; "" for any other."""
     found: dict[str, tuple[float, ...]] = {}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -123,8 +123,8 @@ def _pairs(model: Any, name: str) -> str:
 
 
 def layers_of(config: Any) -> tuple[LayerGeometry, ...]:
-    """The layers of a model with their rotary embeddings, from its Transformers configuration alone: Transformers
-    builds the model without weights.
+    """Return the layers of a model with their rotary embeddings, from its Transformers configuration alone:
+    Transformers builds the model without weights.
 
     Raises:
         UnsupportedError: as `with_rotary`, or a model that Transformers does not build.

@@ -42,7 +42,7 @@ class Ranks:
 
     @classmethod
     def of(cls, model: Any) -> Ranks:
-        """Ranks of a loaded Transformers model."""
+        """Return ranks of a loaded Transformers model."""
         if (getattr(model, "_tp_size", None) or 1) == 1:
             return cls()
         mesh = model._device_mesh
@@ -56,7 +56,7 @@ class Ranks:
         return Ranks, (self.rank, self.size)  # process groups stay where they are
 
     def layers(self, layers: tuple[LayerGeometry, ...]) -> tuple[LayerGeometry, ...]:
-        """The kv heads of each layer that are this rank's.
+        """Return the kv heads of each layer that are this rank's.
 
         Raises:
             UnsupportedError: kv heads that cannot be shared out.
@@ -71,7 +71,7 @@ class Ranks:
         return tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads // self.size) for g in layers)
 
     def static(self, static: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]] | None:
-        """This rank's rows of calibrated parameters [kv heads, ..]."""
+        """Return this rank's rows of calibrated parameters [kv heads, ..]."""
         if static is None or self.size == 1:
             return static
         return [
@@ -124,7 +124,7 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
 
 
 def _joined(state: GroupState, group: LayerGroup, ranks: Ranks) -> GroupState | None:
-    """A layer group with the kv heads of all ranks, in host memory of the first; None on the others."""
+    """Return a layer group with the kv heads of all ranks, in host memory of the first; None on the others."""
     pools = {name: _gathered(pool, group, ranks) for name, pool in state.pools.items()}
     if ranks.rank:
         return None

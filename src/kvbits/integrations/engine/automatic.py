@@ -29,7 +29,8 @@ def choose(
     raw_dtype: str,
     engine: str = "vllm",
 ) -> tuple[str, str]:
-    """(Name of a format of `LISTED`, why): the most accurate that holds so many requests, else the one that holds most.
+    """Return (Name of a format of `LISTED`, why): the most accurate that holds so many requests, else the one that
+    holds most.
 
     Formats that the model cannot have are left out, and those that `kvbits check` refused or, besides the first, never
     looked at.
@@ -86,7 +87,7 @@ def _takes(model: ModelRef, layers: Sequence[LayerGeometry], form: Format, engin
 
 
 def beside_weights(model: ModelRef, total_bytes: int, share: float, gpus: int) -> int:
-    """Bytes for the cache on each of `gpus` GPUs, of whose memory an engine uses a share for it and the weights.
+    """Return bytes for the cache on each of `gpus` GPUs, of whose memory an engine uses a share for it and the weights.
 
     Raises:
         SpecError: weights leave none.

@@ -40,7 +40,7 @@ class Model:
     def layer(
         self, index: int, rank: int, size: int, device: torch.device
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """(`PageStore.static`, stored order of channels) of a layer of the whole model, for one of `size` ranks.
+        """Return (`PageStore.static`, stored order of channels) of a layer of the whole model, for one of `size` ranks.
 
         The order is None where it is the model's.
 
@@ -103,7 +103,7 @@ def found_by_check(model: ModelRef, form: str) -> checked.Checked | None:
 
 
 def accuracy(name: str, revision: str | None, config: Any, form: str) -> str:
-    """One clause on what a format (`served.FORMATS`) costs a model, as far as it was measured."""
+    """Return one clause on what a format (`served.FORMATS`) costs a model, as far as it was measured."""
     return checked.said(ModelRef(place(name, revision, ["config.json"]), config), form.removeprefix("kvbits_"))
 
 

@@ -81,8 +81,8 @@ class Decode:
         static: Sequence[dict[str, torch.Tensor]],
         sink: Sink,
     ) -> None:
-        """q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies of each ring, calibrated parameters of both and
-        learned sink of the layer.
+        """Attend with q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies of each ring, calibrated parameters of
+        both and learned sink of the layer.
         """
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():

@@ -67,8 +67,8 @@ class Layer:
         pages: torch.Tensor,
         lender: Layer | None = None,
     ) -> None:
-        """query [N, Hq, D], key [N, H, D], value [N, H, Dv], out [N, Hq, Dv], written; of more tokens than the step's
-        only the first count.
+        """Attend with query [N, Hq, D], key [N, H, D], value [N, H, Dv], out [N, Hq, Dv], written; of more tokens than
+        the step's only the first count.
 
         Args:
             pages: uint8 [pages, H, head_bytes].

@@ -63,7 +63,7 @@ Kind = TypeVar("Kind", bound=Options)
 
 
 def checked(kind: type[Kind], given: Any, where: str, copied: bool, plain: str = "") -> Kind:
-    """Options as a user gave them.
+    """Return options as a user gave them.
 
     Args:
         copied: whether pages are copied unless users say otherwise: calibrated ones, and those whose format names

@@ -34,8 +34,8 @@ def scratch_for(
     max_tokens: int,
     sliding_window: int | None,
 ) -> Scratch:
-    """Room for a step's tokens behind a history, one for all layers of a shape: of a window's length in sliding layers,
-    of `MAX_ROWS` at most in others, where longer histories are read in slices.
+    """Return room for a step's tokens behind a history, one for all layers of a shape: of a window's length in sliding
+    layers, of `MAX_ROWS` at most in others, where longer histories are read in slices.
     """
     history = max_model_len if sliding_window is None else min(max_model_len, sliding_window + PAGE_SIZE)
     most = MAX_ROWS if sliding_window is None else max(MAX_ROWS, history)
@@ -53,7 +53,9 @@ def _scratch(
 
 
 def history_of(history: np.ndarray, block_table: torch.Tensor, window: int | None) -> Table:
-    """The pages of each row's first `history` [rows] tokens that its window reaches, with lengths on the host."""
+    """Return the pages of each row's first `history` [rows] tokens that its window reaches, with lengths on
+    the host.
+    """
     begin = np.zeros_like(history) if window is None else np.maximum(history - window + 1, 0) // PAGE_SIZE * PAGE_SIZE
     begin = np.minimum(begin, history)
     numbers = (torch.from_numpy(x.astype(np.int32)) for x in (history - begin, begin, begin // PAGE_SIZE))
@@ -117,8 +119,8 @@ class Prefill:
         static: Sequence[dict[str, torch.Tensor]] = ({},),
         sink: Sink = None,
     ) -> None:
-        """q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; pages, copies of each
-        ring, calibrated parameters of both and learned sink of the layer.
+        """Attend with q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; pages,
+        copies of each ring, calibrated parameters of both and learned sink of the layer.
         """
         stores = [store_of(pages, call.layout, static[0])]
         for x, ring, shared in _coarsest_first(tuple(zip(copies, call.rings, static[1:], strict=True))):
@@ -169,7 +171,7 @@ class _Row:
         stores: list[PageStore],
         sink: Sink,
     ) -> None:
-        """Arguments as `Prefill.run` has them; stores: of each part."""
+        """Attend with arguments as `Prefill.run` has them; stores: of each part."""
         mine, keys, values, into = (x[None, self._tokens] for x in (q, k, v, out))
         fresh = chunk_attention.choose(mine, values, call.softcap)
         found = [fresh.run(mine, keys, values, self._positions, call.scaling, call.sliding_window, call.softcap)]
@@ -225,5 +227,5 @@ def prefills(
     block_table: torch.Tensor,
     copies: Copies | None,
 ) -> dict[Call, Prefill]:
-    """`Step.prefills` of a step's prompts, for layers of these calls; arguments as `Prefill` takes them."""
+    """Return `Step.prefills` of a step's prompts, for layers of these calls; arguments as `Prefill` takes them."""
     return {c: Prefill(query_lens, seq_lens, block_table, c, copies if c.rings else None) for c in calls}

@@ -87,7 +87,7 @@ class Format:
         return self.scheme.needs_calibration
 
     def layout(self, num_kv_heads: int, head_dim: int, value_head_dim: int, raw_dtype: str = "bfloat16") -> PageLayout:
-        """Pages of one layer.
+        """Return pages of one layer.
 
         Raises:
             SpecError: groups that do not divide head_dim.
@@ -109,7 +109,7 @@ class Format:
         return tuple((c.num_tokens, dataclasses.replace(layout, key=c.key, value=c.value)) for c in fitted.copies)
 
     def refuses(self, head_dim: int, value_head_dim: int, key_bias: bool = False) -> str | None:
-        """Say why a model cannot be served in this format, or None.
+        """Return why a model cannot be served in this format, or None.
 
         Args:
             key_bias: whether its keys have one (`geometry.has_key_bias`).

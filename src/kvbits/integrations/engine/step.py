@@ -97,7 +97,7 @@ class Placer:
         slots: torch.Tensor,
         rings: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """`Step`'s previous_page, starts and copy_slots; arguments as `place` takes them.
+        """Return `Step`'s previous_page, starts and copy_slots; arguments as `place` takes them.
 
         One launch, waits for nothing.
         """

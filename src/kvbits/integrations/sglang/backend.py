@@ -139,7 +139,7 @@ class KVBitsBackend(AttentionBackend):
         return found
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """The step's tables, for all layers, before the first: launches only.
+        """Make the step's tables, for all layers, before the first: launches only.
 
         A captured graph reads what they write, each time it is replayed.
         """
@@ -177,7 +177,7 @@ class KVBitsBackend(AttentionBackend):
             self._step.prefills = prefills(self._calls, query_lens, seq_lens, table, self._placer.copies)
 
     def _give_rings(self) -> None:
-        """To requests that run, from those that ended: SGLang frees their rows of `req_to_token`.
+        """Give rings of copies to requests that run, from those that ended: SGLang frees their rows of `req_to_token`.
 
         Every request begins with a step of prompts, so steps of single tokens find theirs on the device.
         """
@@ -191,16 +191,18 @@ class KVBitsBackend(AttentionBackend):
         self._ring_of.copy_(upload(rings, self._device))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: plans and tables are for all requests that can run."""
+        """Do nothing: plans and tables are for all requests that can run."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of a row that fills a captured batch up: it reads the token that padding writes."""
+        """Return the length of a row that fills a captured batch up: it reads the token that padding writes."""
         return 1
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        """q [tokens, Hq * D] or [tokens, Hq, D], k [tokens, H, D], v [tokens, H, Dv]; [tokens, Hq * Dv]."""
+        """Attend with q [tokens, Hq * D] or [tokens, Hq, D], k [tokens, H, D], v [tokens, H, Dv]; [tokens, Hq
+        * Dv].
+        """
         if k is None or not save_kv_cache or (given := [name for name, x in more.items() if x is not None]):
             what = "with " + ", ".join(given) if k is not None and save_kv_cache else "to another layer's keys"
             raise UnsupportedError(
@@ -218,7 +220,7 @@ class KVBitsBackend(AttentionBackend):
 
 
 def _turns(config: Any, device: torch.device) -> dict[int, torch.Tensor]:
-    """By how much each layer's keys turn from a page to the next; none where nobody knows."""
+    """Return by how much each layer's keys turn from a page to the next; none where nobody knows."""
     try:
         layers = layers_of(config)
     except UnsupportedError:

@@ -43,11 +43,11 @@ def _of_chains(worker: Any) -> type:
 
 
 def worker_class(original: Any, algorithm: Any, server_args: Any) -> type:
-    """Around `SpeculativeAlgorithm.create_worker`."""
+    """Wrap `SpeculativeAlgorithm.create_worker`."""
     found = original(algorithm, server_args)
     return found if format_of(server_args) is None else _of_chains(found)
 
 
 def last_loc(original: Any, table: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
-    """Around `get_last_loc`, which runs Triton on CPUs too, for backends of names it does not know."""
+    """Wrap `get_last_loc`, which runs Triton on CPUs too, for backends of names it does not know."""
     return (get_last_loc_torch if table.device.type == "cpu" else original)(table, *rows)

@@ -73,7 +73,7 @@ def format_of(server_args: Any) -> Format | None:
 
 
 def resolve(server_args: Any, previous: Any) -> None:
-    """SGLang's step that makes its options fit the attention backend.
+    """Wrap SGLang's step that makes its options fit the attention backend.
 
     Raises:
         UnsupportedError: options, a model or a release that does not fit a backend of ours.
@@ -119,7 +119,7 @@ def resolve(server_args: Any, previous: Any) -> None:
 
 
 def chosen(server_args: Any) -> str:
-    """The format that this engine's context and number of requests need, said in the log.
+    """Return the format that this engine's context and number of requests need, said in the log.
 
     Raises:
         UnsupportedError: no format, no number of requests, or nobody says how much memory there is.
@@ -179,7 +179,7 @@ def calibration_of(form: Format, server_args: Any) -> Model:
 
 
 def accuracy_of(form: Format, server_args: Any) -> str:
-    """One clause on what a format costs the served model, as far as it was measured."""
+    """Return one clause on what a format costs the served model, as far as it was measured."""
     config = load_config(place(server_args.model_path, server_args.revision, ["*.json"]))  # SGLang writes into its own
     return accuracy(server_args.model_path, server_args.revision, config, form.name)
 

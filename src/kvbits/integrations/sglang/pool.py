@@ -75,7 +75,7 @@ def _class_of(form_name: str, copied: int) -> type[KVBitsPool]:
 
 
 def pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> type:
-    """Around `KVCacheConfigurator._resolve_kv_pool_class`, which is asked for every kind of pool, whichever the model
+    """Wrap `KVCacheConfigurator._resolve_kv_pool_class`, which is asked for every kind of pool, whichever the model
     has.
     """
     form = format_of(configurator.server_args)
@@ -90,7 +90,7 @@ def _kv_heads(configurator: Any) -> int:
 
 
 def cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> int:
-    """Around `DefaultPoolConfigurator._compute_cell_size`: bytes of a token in all layers of a rank."""
+    """Wrap `DefaultPoolConfigurator._compute_cell_size`: bytes of a token in all layers of a rank."""
     form, config = format_of(configurator.server_args), configurator.model_config
     if form is None:
         return original(sizes, configurator, num_layers)
@@ -103,9 +103,7 @@ def cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> 
 
 
 def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
-    """Around `KVCacheConfigurator._profile_available_bytes`: without what copies take, whose number is decided
-    here.
-    """
+    """Wrap `KVCacheConfigurator._profile_available_bytes`: without what copies take, whose number is decided here."""
     form, config, found = (
         format_of(configurator.server_args),
         configurator.model_config,

@@ -20,7 +20,7 @@ POOL_CLASS, BUDGET, CELL_SIZE, LAST_LOC, WORKER = (
     "sglang.srt.mem_cache.allocation:get_last_loc",
     "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.create_worker",
 )
-"""What is hooked. No thread that would end these hooks is known."""
+"""Hooked functions. No thread that would end these hooks is known."""
 CONTRACT = Contract(
     "SGLang",
     ("sglang",),

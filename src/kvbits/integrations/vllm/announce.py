@@ -23,8 +23,8 @@ HELP = (
 
 
 class NoScalingFactors(logging.Filter):
-    """Drops the one message that these dtypes may cost accuracy "without a proper scaling factor": every page has
-    scales of its own.
+    """A filter that drops the one message that these dtypes may cost accuracy "without a proper scaling factor": every
+    page has scales of its own.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -37,7 +37,7 @@ class NoScalingFactors(logging.Filter):
 
 
 def install() -> None:
-    """In this process, once."""
+    """Install the announcement in this process, once."""
     configuration = logging.getLogger("vllm.config.cache")
     if not any(isinstance(f, NoScalingFactors) for f in configuration.filters):
         configuration.addFilter(NoScalingFactors())
@@ -59,8 +59,8 @@ def _announced(original: Any) -> Any:
 
 
 def _extend_help() -> None:
-    """vLLM computes the arguments of its command line once, from a list that plugins cannot reach; where it was loaded,
-    they are changed in place.
+    """Extend the help of vLLM's command line in place. vLLM computes its arguments once, from a list that plugins
+    cannot reach.
     """
     arguments = sys.modules.get("vllm.engine.arg_utils")
     if arguments is None or not releases.takes_names():
@@ -74,8 +74,8 @@ def _extend_help() -> None:
 
 
 def summary(vllm_config: Any, kv_cache_config: Any) -> str:
-    """One line: the format, what a token takes, how many fit a rank and how many of 16 bits would, what is raw, and
-    what the format costs this model.
+    """Return one line: the format, what a token takes, how many fit a rank and how many of 16 bits would, what is raw,
+    and what the format costs this model.
     """
     cache, options = vllm_config.cache_config, options_of(vllm_config)
     held, tokens = sum(t.size for t in kv_cache_config.kv_cache_tensors), cache.kv_cache_size_tokens
@@ -116,7 +116,7 @@ def summary(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _share(kv_cache_config: Any) -> float:
-    """Bytes of packed pages over those of 16 bits, in the layers that have keys and values."""
+    """Return bytes of packed pages over those of 16 bits, in the layers that have keys and values."""
     packed = dense = 0
     for group in kv_cache_config.kv_cache_groups:
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # one for each, where they differ

@@ -51,7 +51,7 @@ class KVBitsBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The bytes of a page, by the torch dtype that stands for its format."""
+        """Return the bytes of a page, by the torch dtype that stands for its format."""
         if spec.state_content_bytes is not None:
             return spec
         layout = formats.layout_by_tag(spec.dtype, spec.num_kv_heads, spec.head_size, spec.head_size_v)

@@ -1,4 +1,4 @@
-"""Makes the metadata of each step, and owns the plans of a KV-cache group."""
+"""Builder of each step's metadata, which owns the plans of a KV-cache group."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> KVBitsMetadata:
-        """The step's metadata; launches only, waits for nothing."""
+        """Return the step's metadata; launches only, waits for nothing."""
         m = common_attn_metadata
         if m.causal is not True:
             raise UnsupportedError("kvbits' attention is causal; this model asks for attention in both directions")
@@ -116,8 +116,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         return found
 
     def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [rows] query and sequence lengths of the rows from `first` on; on the host, where they are exact for
-        these rows.
+        """Return int64 [rows] query and sequence lengths of the rows from `first` on; on the host, where they are exact
+        for these rows.
         """
         starts = m.query_start_loc_cpu[: m.num_reqs + 1].numpy().astype(np.int64)
         bound = m.seq_lens_cpu_upper_bound
@@ -136,19 +136,19 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         )
 
     def _positions(self, m: CommonAttentionMetadata) -> torch.Tensor:
-        """int64 [tokens]."""
+        """Return int64 [tokens]."""
         starts, row = m.query_start_loc[: m.num_reqs + 1].long(), self._row_of_each(m, m.num_reqs, m.num_actual_tokens)
         return torch.arange(m.num_actual_tokens, device=self.device) + (m.seq_lens[: m.num_reqs] - starts[1:])[row]
 
     def _row_of_each(self, m: CommonAttentionMetadata, rows: int, tokens: int) -> torch.Tensor:
-        """int64 [tokens]: the row of each token; the last one's for padding."""
+        """Return int64 [tokens]: the row of each token; the last one's for padding."""
         each = torch.arange(tokens, device=self.device, dtype=torch.int32)
         return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
 
     def _place(
         self, m: CommonAttentionMetadata
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """Pages before those that open, starts of pages, and slots of copies."""
+        """Return pages before those that open, starts of pages, and slots of copies."""
         rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
         rings = upload(self._pool.rings_of(m), self.device) if self._placer.copies else None
         return self._placer.run(

@@ -49,7 +49,7 @@ class Pool:
         self._rows: list[str | None] = []
 
     def rings_of(self, m: Any) -> np.ndarray:
-        """int32 [rows] of a step's `CommonAttentionMetadata`: which ring each row's request owns, -1: none.
+        """Return int32 [rows] of a step's `CommonAttentionMetadata`: which ring each row's request owns, -1: none.
 
         The V2 runner gives numbers of requests; in the V1 runner rows are those of its batch. Passes of a draft model
         give neither, and have the rows of the model's.

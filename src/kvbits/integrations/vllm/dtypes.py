@@ -69,7 +69,7 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _chosen(platform: Any, vllm_config: Any) -> str:
-    """The format that this engine's context and number of requests need, said in the log.
+    """Return the format that this engine's context and number of requests need, said in the log.
 
     Raises:
         UnsupportedError: no model, no format, or nobody says how much memory there is.

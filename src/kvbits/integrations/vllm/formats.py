@@ -35,7 +35,7 @@ NAMES = (*FORMATS, SCHEME, AUTO)
 SHOWN = (*LISTED, SCHEME, AUTO)
 """Dtypes that help and messages show."""
 HEADS = "kvbits_int8_centered"
-"""What layers of speculation store that have no files to be calibrated by (EAGLE, MTP), or that a scheme file says
+"""Format of layers of speculation that have no files to be calibrated by (EAGLE, MTP), or that a scheme file says
 nothing of: few layers, of any model.
 """
 PLACEHOLDER = torch.bool
@@ -53,7 +53,7 @@ _SPARE_TAGS = (
 
 
 def tag_for(form: Format) -> torch.dtype:
-    """The torch dtype that stands for a format in this process.
+    """Return the torch dtype that stands for a format in this process.
 
     Raises:
         UnsupportedError: more different formats than there are dtypes.
@@ -71,7 +71,7 @@ def tag_for(form: Format) -> torch.dtype:
 
 
 def raw_layout(num_kv_heads: int, head_dim: int, value_head_dim: int, raw_dtype: str) -> PageLayout:
-    """Pages of a layer that keeps the model's own values (`--kv-cache-dtype auto`, or a layer skipped)."""
+    """Return pages of a layer that keeps the model's own values (`--kv-cache-dtype auto`, or a layer skipped)."""
     raw, heads = QuantSpec.raw(), {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
     return PageLayout(key=raw, value=raw, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **heads)
 
@@ -79,7 +79,7 @@ def raw_layout(num_kv_heads: int, head_dim: int, value_head_dim: int, raw_dtype:
 def layout_for(
     kv_cache_dtype: str, num_kv_heads: int, head_dim: int, value_head_dim: int, model_dtype: torch.dtype
 ) -> PageLayout:
-    """Pages of a layer by the name of its dtype ("auto" and the model's own: raw).
+    """Return pages of a layer by the name of its dtype ("auto" and the model's own: raw).
 
     Raises:
         UnsupportedError: a dtype that is none of these.
@@ -95,7 +95,7 @@ def layout_for(
 
 
 def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_head_dim: int) -> PageLayout:
-    """Pages of a layer by the torch dtype that vLLM has for it.
+    """Return pages of a layer by the torch dtype that vLLM has for it.
 
     Raises:
         UnsupportedError: a torch dtype that stands for no format.

@@ -121,8 +121,8 @@ class KVBitsImpl(AttentionImpl):
             self.ring_bytes = sum(ring.nbytes for ring in rings)
 
     def _take_own_format(self) -> None:
-        """That of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it when it
-        has the whole model.
+        """Take the format of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it
+        when it has the whole model.
         """
         index, layer = self._found()
         config, name = self._config, self.kv_cache_dtype
@@ -146,14 +146,14 @@ class KVBitsImpl(AttentionImpl):
         self._take(form, layout, copied=not head and not getattr(layer, "attention_chunk_size", None))
 
     def _found(self) -> tuple[int, Any]:
-        """This layer's number in the whole model (that of the one whose pages it reads), and vLLM's layer."""
+        """Return this layer's number in the whole model (that of the one whose pages it reads), and vLLM's layer."""
         layers = self._config.compilation_config.static_forward_context
         name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
         name = self._target_name or name
         return extract_layer_index(name), layer
 
     def _take_calibration(self) -> None:
-        """This rank's part, by the layer's name."""
+        """Take this rank's part, by the layer's name."""
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -174,8 +174,8 @@ class KVBitsImpl(AttentionImpl):
         return self.head_size, self._found()[1].head_size_v
 
     def settle(self) -> None:
-        """When the model is there. Loaders that leave `process_weights_after_loading` out (tensorizer) get it from the
-        builder.
+        """Take formats and calibration when the model is there. Loaders that leave `process_weights_after_loading` out
+        (tensorizer) get it from the builder.
         """
         if not hasattr(self, "stored"):
             self._settle()
@@ -208,8 +208,8 @@ class KVBitsImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [N, Hq, D], key [N, H, D] and value [N, H, Dv] (None where another layer's are read), kv_cache uint8
-        [pages, H, 64, head_bytes / 64] of any page stride, output [N, Hq, Dv], written.
+        """Attend with query [N, Hq, D], key [N, H, D] and value [N, H, Dv] (None where another layer's are read),
+        kv_cache uint8 [pages, H, 64, head_bytes / 64] of any page stride, output [N, Hq, Dv], written.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("kvbits' attention backend does not quantize its output")

@@ -68,7 +68,7 @@ class Worker:
 
 
 def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> Calibration:
-    """A calibration for klt presets of the model that vLLM runs.
+    """Return a calibration for klt presets of the model that vLLM runs.
 
     Args:
         prompts: token ids; each is one text that begins at position 0.
@@ -128,7 +128,7 @@ def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, A
 
 
 def whole(key: QuantSpec, layer: LayerGeometry, parts: list[dict[str, torch.Tensor]], what: str) -> Moments:
-    """The moments of a layer from those of its ranks in order.
+    """Return the moments of a layer from those of its ranks in order.
 
     Where ranks share a kv head, each has seen some of its queries and all of its keys.
     """

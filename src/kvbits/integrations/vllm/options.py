@@ -43,7 +43,7 @@ KEY = "kvbits"
 
 
 def misspelt(given: Any, asked: bool) -> str | None:
-    """Say which key of `--additional-config` is likely meant for kvbits and is not read, or return None.
+    """Return which key of `--additional-config` is likely meant for kvbits and is not read, or None.
 
     Other keys are vLLM's own and those of other plugins.
 
@@ -63,7 +63,8 @@ def misspelt(given: Any, asked: bool) -> str | None:
 
 
 def options_of(vllm_config: Any, copied: bool | None = None) -> Options:
-    """The options of an engine whose pages are `copied` unless users say otherwise (None: as its cache dtype says).
+    """Return the options of an engine whose pages are `copied` unless users say otherwise (None: as its cache dtype
+    says).
 
     Raises:
         UnsupportedError: options that there are not or that cannot be.
@@ -94,7 +95,7 @@ def options_of(vllm_config: Any, copied: bool | None = None) -> Options:
 
 
 def _copied(dtype: str, path: Any) -> bool:
-    """Tell whether a dtype has layers whose pages are copied unless users say otherwise."""
+    """Return whether a dtype has layers whose pages are copied unless users say otherwise."""
     if dtype == SCHEME:
         scheme = schemes.read(path) if isinstance(path, str) and path else None
         return scheme is not None and (scheme.needs_calibration or bool(scheme.copies))

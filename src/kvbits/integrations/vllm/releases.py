@@ -180,7 +180,7 @@ CONTRACT = Contract(
 
 
 def needs_of(vllm_config: Any, copies: bool) -> tuple[str, ...]:
-    """The features that an engine of a kvbits dtype needs.
+    """Return the features that an engine of a kvbits dtype needs.
 
     Args:
         copies: whether layers may have copies.
@@ -191,7 +191,7 @@ def needs_of(vllm_config: Any, copies: bool) -> tuple[str, ...]:
 
 
 def takes_names() -> bool:
-    """Tell whether `--kv-cache-dtype` can be one of ours."""
+    """Return whether `--kv-cache-dtype` can be one of ours."""
     return see("vllm.config.cache:register_kv_cache_dtype") is not None
 
 
@@ -237,8 +237,8 @@ def _handler(dtype: str, tag: Any) -> type:
 
 
 def backend() -> Any:
-    """The member of vLLM's enumeration that stands for our backend, registered at the first call: KVBITS, or CUSTOM
-    where the enumeration is closed.
+    """Return the member of vLLM's enumeration that stands for our backend, registered at the first call: KVBITS, or
+    CUSTOM where the enumeration is closed.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -19,7 +19,7 @@ def rope_parameters(config: Any, slides: bool) -> dict[str, Any]:
 
 
 def page_turn(head_dim: int, parameters: dict[str, Any]) -> torch.Tensor | None:
-    """float32 [3, head_dim], as `quant.rotary.turn_by` gives it for a page, on the CPU.
+    """Return float32 [3, head_dim], as `quant.rotary.turn_by` gives it for a page, on the CPU.
 
     None where the model has no rotary embedding, or several of one kind.
 
@@ -40,8 +40,8 @@ def page_turn(head_dim: int, parameters: dict[str, Any]) -> torch.Tensor | None:
 
 
 def turn_of(module: Any, head_dim: int) -> torch.Tensor | None:
-    """The same of one module of vLLM with `cos_sin_cache` [positions, rotary_dim]: cosines, then sines, both scaled
-    alike in some models.
+    """Return the same of one module of vLLM with `cos_sin_cache` [positions, rotary_dim]: cosines, then sines, both
+    scaled alike in some models.
     """
     cache = getattr(module, "cos_sin_cache", None)
     if (

@@ -21,7 +21,7 @@ INSIDE = ("SimpleCPUOffloadConnector", "DecodeBenchConnector")
 
 
 def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
-    """The format of each layer of the whole model; None where it stays raw or stores nothing.
+    """Return the format of each layer of the whole model; None where it stays raw or stores nothing.
 
     Raises:
         UnsupportedError: no file, or formats that pages of vLLM cannot hold.

@@ -133,7 +133,7 @@ def _making(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_asked() -> bool:
-    """Tell whether an engine's layers are to have our backend."""
+    """Return whether an engine's layers are to have our backend."""
     config = _engine()
     return config is not None and (
         config.cache_config.cache_dtype in NAMES or config.attention_config.backend is releases.backend()
@@ -144,8 +144,8 @@ _last: weakref.ref[Any] | None = None
 
 
 def _forget_other_engines() -> None:
-    """vLLM keeps the backends that it selected in a process by heads and dtypes, and hybrids with the same ones have
-    another.
+    """Forget the backends of other engines. vLLM keeps those that it selected in a process by heads and dtypes, and
+    hybrids with the same ones have another.
     """
     global _last
     from vllm.v1.attention.selector import _cached_get_attn_backend

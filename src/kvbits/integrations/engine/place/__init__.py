@@ -58,11 +58,15 @@ class Copied:
         return self.newest + self.first
 
     def wanted(self, entries: np.ndarray, newest: np.ndarray) -> np.ndarray:
-        """bool [n]: which pages are among the copied ones of their row, by their entry in it and that of its newest."""
+        """Return bool [n]: which pages are among the copied ones of their row, by their entry in it and that of its
+        newest.
+        """
         return (entries > newest - self.newest) | (self.first & (entries == 0))
 
     def of_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The copy of each block (int64, on the state's device), or -1: what holds after `place`, in a few launches."""
+        """Return the copy of each block (int64, on the state's device), or -1: what holds after `place`, in a few
+        launches.
+        """
         inside = (blocks > 0) & (blocks < len(self.where))
         copy = torch.where(inside, self.where[torch.where(inside, blocks, 0)], -1).long()
         return torch.where((copy >= 0) & (self.holds[copy.clamp(min=0)] == blocks), copy, -1)
@@ -87,7 +91,7 @@ class Copies:
     head_table: torch.Tensor
 
     def forget(self, blocks: list[int]) -> None:
-        """These blocks begin a new life, and what copies they had are of their past one."""
+        """Forget the copies of these blocks, which are used anew."""
         known = len(self.formats[0].where)
         own = upload(np.array([block for block in blocks if block < known], np.int64), self.packed.device)
         for f in self.formats:

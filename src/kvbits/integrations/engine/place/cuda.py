@@ -63,7 +63,7 @@ def _load(device_index: int) -> driver.Kernel:
 
 
 def refuses(device: torch.device) -> str | None:
-    """Say why steps on this device are not placed here, or None."""
+    """Return why steps on this device are not placed here, or None."""
     return driver.refuses(device)
 
 
