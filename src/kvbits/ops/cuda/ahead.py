@@ -97,12 +97,12 @@ def of_vllm(
 
 
 def distinct(sources: Iterable[Source]) -> list[Source]:
-    """Each once."""
+    """Return each source once."""
     return list({(s.folder, s.name, tuple(sorted(s.macros.items())), s.own): s for s in sources}.values())
 
 
 def compiled(sources: Iterable[Source], capability: Capability) -> Iterator[Binary]:
-    """Each source when it is there; as many at a time as this process has cores."""
+    """Yield each source when it is there; as many at a time as this process has cores."""
     with ThreadPoolExecutor(cores()) as threads:
         yield from threads.map(lambda s: compile_source(s, s.arch(capability), quiet=True), sources)
 
@@ -119,7 +119,7 @@ def _attention(
     softcap: bool,
     capability: Capability,
 ) -> Iterator[Source]:
-    """The kernels for pages of these layouts and so many query columns of a kv head (`attend.launches`)."""
+    """Yield the kernels for pages of these layouts and so many query columns of a kv head (`attend.launches`)."""
     limit = driver.shared_limit(capability)
     if attend.refuses_kernel(layouts, num_columns * layouts[0].num_kv_heads, dtype, 1, limit):
         return

@@ -30,7 +30,7 @@ from .merge import prepare as prepare_merging
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
-    """Say why such a plan is not served here, or None."""
+    """Return why such a plan is not served here, or None."""
     if why := driver.refuses(options["device"], LEAST_CAPABILITY):
         return why
     why = refuses_packed(layouts, *_kind(options))
@@ -44,7 +44,7 @@ def _kind(options: Mapping[str, Any]) -> tuple[int, torch.dtype, int, torch.devi
 def refuses_packed(
     layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device
 ) -> str | None:
-    """Say why no kernel reads such pages packed on a device, or None."""
+    """Return why no kernel reads such pages packed on a device, or None."""
     if why := driver.refuses(device, LEAST_CAPABILITY):
         return why
     limit = driver.shared_limit(torch.cuda.get_device_capability(device))
@@ -58,7 +58,7 @@ def refuses_kernel(
     num_queries: int,
     shared_limit: int | None = None,
 ) -> str | None:
-    """Say why no kernel reads such pages packed, or None; needs no GPU.
+    """Return why no kernel reads such pages packed, or None; needs no GPU.
 
     Args:
         shared_limit: bytes of shared memory of a block, if known.
@@ -184,5 +184,5 @@ class PackedPlan:
         return out
 
     def explain(self) -> str:
-        """The kernels that serve, in a line each."""
+        """Return the kernels that serve, in a line each."""
         return "\n".join(launch.explain() for launch in self._launches)

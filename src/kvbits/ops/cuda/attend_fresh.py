@@ -14,7 +14,7 @@ MOST_HEAD_DIM = 256
 
 
 def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
-    """Say why a chunk cannot be attended here, or None.
+    """Return why a chunk cannot be attended here, or None.
 
     Args:
         q: [B, T, Hq, D]; v: [B, T, H, D].
@@ -39,7 +39,7 @@ def attend_fresh(
     sliding_window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a chunk to itself (see `chunk_attention`).
+    """Return causal attention of a chunk to itself (see `chunk_attention`).
 
     Raises:
         DataError: tensors that do not fit together.

@@ -20,14 +20,14 @@ from .families import family_of
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
-    """Say why pages of this store cannot be closed here, or None."""
+    """Return why pages of this store cannot be closed here, or None."""
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
     return refuses_on(store.layout, k.dtype, k.device, "close")
 
 
 def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device, op: Op = "step") -> str | None:
-    """Say why pages of a layout cannot be closed from `dtype` on a device, by default in a decode step, or None."""
+    """Return why pages of a layout cannot be closed from `dtype` on a device, by default in a decode step, or None."""
     if why := driver.refuses(device):
         return why
     return refuses_layout(layout, dtype, torch.cuda.get_device_capability(device), op)
@@ -39,7 +39,7 @@ def refuses_layout(
     capability: tuple[int, int] = (8, 9),
     op: Op = "close",
 ) -> str | None:
-    """`refuses_on` a device of a compute capability."""
+    """Return `refuses_on` a device of a compute capability."""
     if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (layout.key, layout.value)):
         return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
     return family_of(layout).refuses(op, layout, dtype=dtype)

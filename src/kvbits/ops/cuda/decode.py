@@ -90,7 +90,7 @@ class _AdvanceArgs(ctypes.Structure):
 
 
 ADVANCE = Source(Path(__file__).parent / "engine", "advance.cu", {"THREADS": THREADS})
-"""What moves lengths on."""
+"""The kernel that advances lengths."""
 
 
 def load_advance(device_index: int) -> driver.Kernel:
@@ -98,7 +98,9 @@ def load_advance(device_index: int) -> driver.Kernel:
 
 
 def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold, or None."""
+    """Return why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold,
+    or None.
+    """
     for g in groups:
         if len(g.copies) > MOST_COPIES:
             return f"{len(g.copies)} kinds of copies of newest pages; the kernels take {MOST_COPIES}"
@@ -114,7 +116,7 @@ def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, devi
 
 
 def capturing() -> bool:
-    """Tell whether the current stream is captured in a graph."""
+    """Return whether the current stream is captured in a graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -135,7 +137,7 @@ class _StoreStep:
         )
 
     def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @dataclass
@@ -222,7 +224,7 @@ def stepper(groups: list[Pages], dtype: torch.dtype, device: torch.device) -> _S
 
 
 def _table(rows: list[list[int]], times: int) -> np.ndarray:
-    """int32 [B, width] of page ids, each row's `times` times, -1 after them."""
+    """Return int32 [B, width] of page ids, each row's `times` times, -1 after them."""
     found = np.full((len(rows), max(map(len, rows)) * times), -1, np.int32)
     for b, pages in enumerate(rows):
         found[b, : len(pages) * times] = pages * times

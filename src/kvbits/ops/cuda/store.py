@@ -19,7 +19,7 @@ from .families import family_of
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say why tokens of `dtype` are not stored here in pages of this layout, or None."""
+    """Return why tokens of `dtype` are not stored here in pages of this layout, or None."""
     if why := driver.refuses(device):
         return why
     if dtype not in TORCH_NUMBERS:
@@ -40,7 +40,7 @@ def refuses_layout(
 
 @functools.lru_cache(maxsize=256)
 def _refuses_memory(layout: PageLayout, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Say why a block of a kernel that stores tokens does not fit the shared memory of such a device, or None."""
+    """Return why a block of a kernel that stores tokens does not fit the shared memory of such a device, or None."""
     sources = family_of(layout).stores.sources(layout, dtype, capability)
     nbytes, limit = max(int(x.macros.get("SHARED_BYTES", 0)) for x in sources), driver.shared_limit(capability)
     return None if nbytes <= limit else too_large([layout], nbytes, limit)

@@ -16,12 +16,12 @@ __all__ = ["Rows", "prepare", "refuses", "refuses_layout"]
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say why pages of this layout are not unpacked to `dtype` here, or None."""
+    """Return why pages of this layout are not unpacked to `dtype` here, or None."""
     return refuses_layout(layout, dtype) or driver.refuses(device)
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """The part of `refuses` that needs no device."""
+    """Return the part of `refuses` that needs no device."""
     return family_of(layout).refuses("unpack", layout, dtype=dtype)
 
 

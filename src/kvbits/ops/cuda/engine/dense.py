@@ -26,7 +26,7 @@ MOST_ROWS = 1 << 15
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool = False, window: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of 16-bit queries to 16-bit rows.
+    """Return attention of 16-bit queries to 16-bit rows.
 
     Args:
         q: [B, T, Hq, D]; k, v: [B, S, H, D]; rows dense.
@@ -56,7 +56,7 @@ def attention(
 
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> bool:
-    """Tell whether cuDNN is the faster one, for shapes that will come again."""
+    """Return whether cuDNN is the faster one, for shapes that will come again."""
     if (
         window is not None
         or q.shape[-1] not in (64, 128)
@@ -72,7 +72,7 @@ def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | 
 def _of_slice(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, end: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cudnn_attention` to some of the keys.
+    """Return `cudnn_attention` to some of the keys.
 
     Strides are part of the shapes it plans for, and a sequence's would be that of the whole history, another every
     time: so each sequence comes alone, dense.
@@ -86,7 +86,7 @@ def _of_slice(
 
 
 def _slices(rows: int) -> Iterator[tuple[int, int]]:
-    """Powers of two from `CUDNN_ROWS` to `MOST_ROWS`, the longest first, and what is left."""
+    """Yield powers of two from `CUDNN_ROWS` to `MOST_ROWS`, the longest first, and what is left."""
     at = 0
     while rows - at >= CUDNN_ROWS:
         size = min(1 << (rows - at).bit_length() - 1, MOST_ROWS)
@@ -99,7 +99,7 @@ def _slices(rows: int) -> Iterator[tuple[int, int]]:
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool = False, window: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` by torch's FlashAttention, float16 or bfloat16. Where queries are few it splits the keys."""
+    """Return `attention` by torch's FlashAttention, float16 or bfloat16. Where queries are few it splits the keys."""
     left, right = (None, None) if window is None else (window - 1, 0)
     out, lse, *_ = operator(FLASH)(
         q,
@@ -122,7 +122,7 @@ def flash_attention(
 def cudnn_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` by cuDNN; with `causal` as many keys as queries."""
+    """Return `attention` by cuDNN; with `causal` as many keys as queries."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = operator(CUDNN)(q, k, v, None, True, 0.0, causal, False, scale=scaling)
     return out.transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2)

@@ -17,7 +17,7 @@ from .shape import Ask, Kernel
 from .side import widened
 
 Op = Literal["attend", "close", "step", "unpack"]
-"""What kernels do with pages: attention over them, closing them from the host, closing them in a decode step on the
+"""Operations of kernels on pages: attention over them, closing them from the host, closing them in a decode step on the
 device, unpacking to 16-bit rows.
 """
 
@@ -32,11 +32,11 @@ STEP_FIELDS: list[Any] = [
     ("tail_head_bytes", ctypes.c_int64),
     ("tail_offset", ctypes.c_int * 2),
 ]
-"""What the closing kernels are told of a decode step: struct Step of step.cuh."""
+"""Arguments of the closing kernels for a decode step: struct Step of step.cuh."""
 
 
 class Close(Protocol):
-    """Closes pages without waiting.
+    """A step that closes pages without waiting.
 
     Args:
         k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
@@ -90,10 +90,10 @@ class Unpacks(Protocol):
 
 
 class Stores(Protocol):
-    """Writes tokens by themselves, launching only."""
+    """A step that writes tokens by themselves, launching only."""
 
     def refuses_layout(self, layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-        """Say why tokens of `dtype` cannot be stored in pages of a layout, or None."""
+        """Return why tokens of `dtype` cannot be stored in pages of a layout, or None."""
 
     def prepare(self, layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load what `store` launches."""
@@ -111,7 +111,9 @@ class Stores(Protocol):
         starts: torch.Tensor | None,
         status: torch.Tensor | None,
     ) -> None:
-        """Arguments as of `ops.store`, which are checked: at least one token, pages at multiples of 16 bytes."""
+        """Store tokens; arguments as of `ops.store`, which are checked: at least one token, pages at multiples of 16
+        bytes.
+        """
 
 
 class Refuses(Protocol):
@@ -141,7 +143,7 @@ class Family:
     unpacker: type[Unpacks]
 
     def serves(self, layout: PageLayout) -> bool:
-        """Tell whether a layout belongs to this family; the first of `families.families()` that says so has it."""
+        """Return whether a layout belongs to this family; the first of `families.families()` that says so has it."""
         raise NotImplementedError
 
     def refuses(
@@ -153,7 +155,7 @@ class Family:
         num_columns: int = 1,
         shared_limit: int | None = None,
     ) -> str | None:
-        """Say why an operation has no kernel for pages of a layout, or None.
+        """Return why an operation has no kernel for pages of a layout, or None.
 
         Args:
             dtype: of the keys and values that are closed, or of the rows to unpack to.
@@ -170,21 +172,21 @@ class Family:
         raise NotImplementedError
 
     def is_wide(self, layout: PageLayout) -> bool:
-        """Tell whether the attention kernel has registers for `shape.WIDE` columns a warp."""
+        """Return whether the attention kernel has registers for `shape.WIDE` columns a warp."""
         return False
 
     def columns(self, layout: PageLayout, num_columns: int) -> int:
-        """Query columns of a warp where there are `num_columns` of a kv head."""
+        """Return the number of query columns of a warp where there are `num_columns` of a kv head."""
         return 8
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel | None:
-        """The attention kernel. Where shared memory is too small for any shape it is None, or the smallest one, whose
-        bytes are above `ask.shared_limit`.
+        """Return the attention kernel. Where shared memory is too small for any shape it is None, or the smallest one,
+        whose bytes are above `ask.shared_limit`.
         """
         raise NotImplementedError
 
     def reads_beside(self, layout: PageLayout, other: PageLayout) -> bool:
-        """Tell whether one attention kernel reads pages of both packed layouts (`Ask.beside`)."""
+        """Return whether one attention kernel reads pages of both packed layouts (`Ask.beside`)."""
         return False
 
     def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
@@ -229,7 +231,7 @@ class Family:
         num_sequences: int,
         tail_starts: torch.Tensor | None,
     ) -> tuple[driver.Kernel, int, Any]:
-        """The closing kernel of a decode step, threads of its blocks, and its arguments (with `STEP_FIELDS`), what the
-        format alone has set.
+        """Return the closing kernel of a decode step, threads of its blocks, and its arguments (with `STEP_FIELDS`),
+        what the format alone has set.
         """
         raise NotImplementedError

@@ -15,7 +15,7 @@ from .runtime import driver
 from .shape import FOLD_COLUMNS, MAX_PIECES, Ask, Kernel
 
 LEAST_CAPABILITY = (8, 0)
-"""Compute capability that attention kernels need."""
+"""Least compute capability that attention kernels need."""
 MAX_PARTS = 4
 """Parts that one launch reads (struct Args)."""
 NO_WINDOW = 2**30
@@ -88,12 +88,12 @@ class Args(ctypes.Structure):
 
 
 def folds(layout: PageLayout, num_columns: int) -> bool:
-    """Tell whether the kernel lets the columns that are not needed do as much again (`Ask.fold`)."""
+    """Return whether the kernel lets the columns that are not needed do as much again (`Ask.fold`)."""
     return num_columns <= FOLD_COLUMNS and family_of(layout).folds
 
 
 def is_wide(layouts: Sequence[PageLayout]) -> bool:
-    """Tell whether kernels of all these layouts, of which there is one, take `shape.WIDE` columns a warp."""
+    """Return whether kernels of all these layouts, of which there is one, take `shape.WIDE` columns a warp."""
     return bool(layouts) and all(family_of(x).is_wide(x) for x in layouts)
 
 
@@ -103,7 +103,7 @@ def _made(layout: PageLayout, ask: Ask) -> Kernel | None:
 
 
 def refuses_memory(layout: PageLayout, ask: Ask) -> str | None:
-    """Say why no shape of the kernel for pages of a layout fits the shared memory of a block, or None."""
+    """Return why no shape of the kernel for pages of a layout fits the shared memory of a block, or None."""
     made = _made(layout, ask)
     if made is None:
         return family_of(layout).refuses("attend", layout, shared_limit=ask.shared_limit)
@@ -113,7 +113,7 @@ def refuses_memory(layout: PageLayout, ask: Ask) -> str | None:
 
 
 def too_large(layouts: Sequence[PageLayout], nbytes: int, limit: int) -> str:
-    """Say that a kernel for pages of these layouts takes more shared memory than a block has."""
+    """Return a message that a kernel for pages of these layouts takes more shared memory than a block has."""
     formats = " and ".join(f"{x.key.format}/{x.value.format}" for x in layouts)
     return (
         f"{formats} pages of {layouts[0].page_size} tokens at head_dim={layouts[0].head_dim} take {nbytes} bytes of"
@@ -122,7 +122,7 @@ def too_large(layouts: Sequence[PageLayout], nbytes: int, limit: int) -> str:
 
 
 def kernel_for(layout: PageLayout, ask: Ask) -> Kernel:
-    """The instantiation for pages of a layout.
+    """Return the instantiation for pages of a layout.
 
     Raises:
         UnsupportedError: no shape of it fits the shared memory.
@@ -135,22 +135,22 @@ def kernel_for(layout: PageLayout, ask: Ask) -> Kernel:
 
 @functools.lru_cache(maxsize=256)
 def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
-    """A kernel on a device."""
+    """Return a kernel on a device."""
     return driver.load(kernel.instance, "attend", device_index, kernel.shared_bytes, early=True)
 
 
 def query_columns(num_columns: int) -> int:
-    """Columns that queries are made in the keys' basis for: 1, 2, 4 or 8."""
+    """Return the number of columns that queries are made in the keys' basis for: 1, 2, 4 or 8."""
     return min(8, 1 << (num_columns - 1).bit_length())
 
 
 def window_of(sliding_window: int | None) -> int:
-    """`Args.window`."""
+    """Return `Args.window`."""
     return min(sliding_window or NO_WINDOW, NO_WINDOW)
 
 
 def indexed(device: torch.device) -> torch.device:
-    """`device` with its number."""
+    """Return `device` with its number."""
     return torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -212,7 +212,7 @@ class Launch:
         self._in_order = True
 
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor, lse: torch.Tensor | None, stream: int) -> None:
-        """Attention of checked queries to the kernel's own parts."""
+        """Run attention of checked queries to the kernel's own parts."""
         args = self._layers[layer][0]
         args.q, args.out, args.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
         args.q_stride_b, args.q_stride_t, args.q_stride_h, _ = q.stride()

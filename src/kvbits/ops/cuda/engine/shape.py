@@ -50,8 +50,8 @@ Pieces = Sequence[tuple[int, int, int, int]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Launch shape: consumer warps of a block, slots of its ring (a multiple), tokens of a chunk, units of 32 tokens
-    per step.
+    """Shape of a launch: consumer warps of a block, slots of its ring (a multiple), tokens of a chunk, units of 32
+    tokens per step.
     """
 
     warps: int
@@ -135,17 +135,17 @@ class Kernel:
 
 
 def chunk_layout(layout: PageLayout, tokens: int) -> PageLayout:
-    """A chunk in shared memory is laid out like a page of that many tokens."""
+    """Return the layout of a chunk in shared memory, which is that of a page of so many tokens."""
     return dataclasses.replace(layout, page_size=tokens, num_kv_heads=1)
 
 
 def used_bytes(layout: PageLayout) -> int:
-    """Bytes of a kv head's struct that sections take, rounded up to 16."""
+    """Return bytes of a kv head's struct that sections take, rounded up to 16."""
     return -(-layout.used_bytes // 16) * 16
 
 
 def chunk_tokens(layout: PageLayout) -> int:
-    """Tokens of a chunk: a whole page, or a part of it that a slot can hold."""
+    """Return the number of tokens of a chunk: a whole page, or a part of it that a slot can hold."""
     for tokens in (layout.page_size, 128, 64):
         if layout.page_size % tokens == 0 and used_bytes(chunk_layout(layout, tokens)) <= MAX_CHUNK_BYTES:
             return tokens
@@ -158,7 +158,7 @@ def chunk_tokens(layout: PageLayout) -> int:
 
 
 def pieces_of(layout: PageLayout, tokens: int) -> Pieces:
-    """The runs of a chunk of so many tokens."""
+    """Return the runs of a chunk of so many tokens."""
     if tokens == layout.page_size:
         return [(0, 0, 0, used_bytes(layout))]
     runs = []
@@ -185,7 +185,7 @@ def pieces_of(layout: PageLayout, tokens: int) -> Pieces:
 
 
 def refuses_pieces(layout: PageLayout) -> str | None:
-    """Say why a chunk of such a page is cut from more places than a launch can name, or None."""
+    """Return why a chunk of such a page is cut from more places than a launch can name, or None."""
     if len(pieces_of(layout, chunk_tokens(layout))) <= MAX_PIECES:
         return None
     return f"a chunk of this layout is cut from more than {MAX_PIECES} places of the page"
@@ -199,8 +199,8 @@ def merge_bytes(
     rounds_at_once: int = 1,
     merge_cols: int | None = None,
 ) -> int:
-    """Shared memory for merging warps (struct Merge of finish.cuh); dims: channels of keys and of values; merge_cols:
-    columns that results are of, if fewer than `cols`.
+    """Return the shared memory for merging warps (struct Merge of finish.cuh); dims: channels of keys and of values;
+    merge_cols: columns that results are of, if fewer than `cols`.
     """
     merged = (
         warps * cols * 2
@@ -224,7 +224,7 @@ def fitting(
     own_bytes: Callable[[int], int] = lambda _: 0,
     deep: bool = True,
 ) -> Shape:
-    """The most warps that fit with two slots each (one where steps are long), and slots up to `RING_BYTES`.
+    """Return the most warps that fit with two slots each (one where steps are long), and slots up to `RING_BYTES`.
 
     Args:
         own_bytes: shared memory beside ring and merging, by warps.
@@ -253,7 +253,8 @@ def frame_defines(
     own_start: bool = False,
     fragments: int = 0,
 ) -> dict[str, int]:
-    """Macros of every attention kernel (config.cuh); SHARED_BYTES counts what its ring takes and what merging does.
+    """Return macros of every attention kernel (config.cuh); SHARED_BYTES counts what its ring takes and what merging
+    does.
 
     Args:
         merge_cols: columns that results are of, if fewer than `ask.cols`.
@@ -288,7 +289,7 @@ def frame_defines(
 
 
 def ring_bytes(ask: Ask, shape: Shape, slot: int, barriers: int = BARRIERS) -> int:
-    """Shared memory of a ring with its slots (struct Ring)."""
+    """Return the shared memory of a ring with its slots (struct Ring)."""
     return shape.slots * (slot + barriers) + 16
 
 
@@ -301,7 +302,7 @@ def ring_defines(
     raw_tokens: int,
     has_raw: bool,
 ) -> dict[str, int]:
-    """Macros of kernels that read chunks from a ring.
+    """Return macros of kernels that read chunks from a ring.
 
     Args:
         num_planes: bit planes of keys and of values that are walked one by one.
@@ -335,5 +336,5 @@ def constants(defines: Mapping[str, int]) -> str:
 
 
 def kernel(source: Path, defines: Mapping[str, int | str], shape: Shape, pieces: Pieces = (), **options: Any) -> Kernel:
-    """A `Kernel` of these macros."""
+    """Return a `Kernel` of these macros."""
     return Kernel(source, tuple(defines.items()), shape, tuple(pieces), int(defines["SHARED_BYTES"]), **options)

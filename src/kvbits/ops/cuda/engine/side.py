@@ -18,7 +18,7 @@ _prepared = WeakIdKeyDictionary()
 
 
 def prepared(x: torch.Tensor, how: Hashable, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`make(x)`, made once for a tensor and `how` and kept as long as `x` lives: what kernels read of a layer's
+    """Return `make(x)`, made once for a tensor and `how` and kept as long as `x` lives: what kernels read of a layer's
     calibrated parameters.
     """
     found = _prepared.setdefault(x, {})
@@ -28,12 +28,12 @@ def prepared(x: torch.Tensor, how: Hashable, make: Callable[[torch.Tensor], torc
 
 
 def as_float32(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`x` as dense float32 on `device`; made once."""
+    """Return `x` as dense float32 on `device`; made once."""
     return prepared(x, device, lambda x: x.to(device, torch.float32).contiguous())
 
 
 def widened(x: torch.Tensor, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Calibrated [H, groups or channels] as float32 [H, head_dim] on `device`; made once."""
+    """Return calibrated [H, groups or channels] as float32 [H, head_dim] on `device`; made once."""
     return prepared(
         x,
         ("widened", head_dim, device),
@@ -42,7 +42,7 @@ def widened(x: torch.Tensor, head_dim: int, device: torch.device) -> torch.Tenso
 
 
 def side_arguments(layout: PageLayout, kind: str) -> str:
-    """Template arguments of struct Side: keys (kind "k") or values ("v") of a layout."""
+    """Return template arguments of struct Side: keys (kind "k") or values ("v") of a layout."""
     side = describe(layout, kind)
     values = [
         side.levels,
@@ -63,7 +63,7 @@ def side_arguments(layout: PageLayout, kind: str) -> str:
 
 
 def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, int]:
-    """Macros of attention kernels for keys ("k") or values ("v").
+    """Return macros of attention kernels for keys ("k") or values ("v").
 
     `chunk` is laid out like a page; its first `num_planes` planes are walked one by one, and one behind them is joined
     to the first (packed_codes.cuh). Families change what is other with them.
@@ -94,13 +94,13 @@ def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, i
 
 
 def turns_on(inv_freq: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`turns_of(inv_freq)` on `device`; made once."""
+    """Return `turns_of(inv_freq)` on `device`; made once."""
     return prepared(inv_freq, ("turns", device), lambda x: turns_of(x).to(device))
 
 
 def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:
-    """float32 [head_dim / 2, 2] of `inv_freq` [head_dim / 2] radians per token: turns per token, and what float32
-    misses of them.
+    """Return float32 [head_dim / 2, 2] of `inv_freq` [head_dim / 2] radians per token: turns per token, and what
+    float32 misses of them.
 
     position * turns is exact to 2**-24 of a turn with two products (turn.cuh), where position * inv_freq in float32 is
     off by 0.008 radians at 131,072.
@@ -111,7 +111,7 @@ def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:
 
 
 def has_aligned_rows(x: torch.Tensor) -> bool:
-    """Tell whether 16-byte loads along the last dim are possible."""
+    """Return whether 16-byte loads along the last dim are possible."""
     size = x.element_size()
     return (
         x.stride(-1) == 1
@@ -121,5 +121,5 @@ def has_aligned_rows(x: torch.Tensor) -> bool:
 
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself if 16-byte loads along its last dim are possible, else a copy."""
+    """Return x itself if 16-byte loads along its last dim are possible, else a copy."""
     return x if has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)

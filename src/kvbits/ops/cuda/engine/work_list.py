@@ -89,7 +89,7 @@ class WorkArgs(ctypes.Structure):
 
 
 def shared_bytes(batch: int, blocks: int, num_parts: int) -> int:
-    """Shared memory of work_list.cu (struct Line)."""
+    """Return the shared memory of work_list.cu (struct Line)."""
     return (
         24 * THREADS // 32
         + 16
@@ -100,14 +100,14 @@ def shared_bytes(batch: int, blocks: int, num_parts: int) -> int:
 
 
 def most_sequences(blocks: int, num_parts: int, limit: int) -> int:
-    """Sequences of a plan whose work list is made in `limit` bytes of shared memory."""
+    """Return the number of sequences of a plan whose work list is made in `limit` bytes of shared memory."""
     empty = shared_bytes(0, blocks, num_parts)
     return min(MOST_SEQUENCES, (limit - empty) // (shared_bytes(1, blocks, num_parts) - empty))
 
 
 def num_slots(blocks: int, num_walks: int) -> int:
-    """Results that are kept at a time: of units that go on from a block to the next, and of those that several walks of
-    one block read.
+    """Return the number of results that are kept at a time: of units that go on from a block to the next, and of those
+    that several walks of one block read.
     """
     return blocks * (num_walks + 1 + (num_walks if num_walks > 1 else 0))
 
@@ -119,5 +119,5 @@ def source(num_parts: int) -> Source:
 
 @functools.lru_cache(maxsize=64)
 def load(num_parts: int, shared_bytes: int, device_index: int) -> driver.Kernel:
-    """The kernel that makes them."""
+    """Return the kernel that makes them."""
     return driver.load(source(num_parts), "work_list", device_index, shared_bytes)

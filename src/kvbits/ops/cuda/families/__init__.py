@@ -19,11 +19,11 @@ from .raw.family import Raw
 
 @functools.cache
 def families() -> tuple[Family, ...]:
-    """All families. `Plain` is the last: it has every layout that no other has."""
+    """Return all families. `Plain` is the last: it has every layout that no other has."""
     return (Klt(), *(importlib.import_module(name).FAMILY for name in schemes.FAMILIES), Raw(), Plain())
 
 
 @functools.lru_cache(maxsize=512)
 def family_of(layout: PageLayout) -> Family:
-    """The family that has a layout."""
+    """Return the family that has a layout."""
     return next(f for f in families() if f.serves(layout))

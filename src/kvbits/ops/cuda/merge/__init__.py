@@ -54,7 +54,7 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 
 
 def refuses(outs: Sequence[torch.Tensor]) -> str | None:
-    """Say why results like these are not merged here, or None."""
+    """Return why results like these are not merged here, or None."""
     out = outs[0]
     if (why := driver.refuses(out.device)) is not None:
         return why
@@ -84,7 +84,7 @@ def merge_partials(
     into: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of key sets.
+    """Return attention over the union of key sets.
 
     Args:
         outs: each [B, T, Hq, D] of one 16-bit dtype; others than the first may be 1 where it is more.
@@ -121,5 +121,5 @@ def merge_partials(
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """Tell whether rows can be read 16 bytes at a time."""
+    """Return whether rows can be read 16 bytes at a time."""
     return x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0

@@ -27,7 +27,7 @@ from . import kept
 
 ENGINE = Path(__file__).parent.parent
 FOLDERS = (ENGINE, ENGINE.parent / "families" / "plain", ENGINE.parents[1])
-"""Where headers are looked for that a kernel's own folder does not have."""
+"""Folders of headers that a kernel's own folder does not have."""
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization")
 PATIENCE = 2.0
 """Seconds that a compile takes in silence."""
@@ -72,7 +72,7 @@ class Binary:
     made: bool = field(default=False, compare=False)  # just now, not found on disk
 
     def resources(self, kernel: str) -> Resources:
-        """Registers and spills of a kernel of this binary.
+        """Return registers and spills of a kernel of this binary.
 
         Raises:
             KernelError: the compiler said nothing of it.
@@ -121,7 +121,7 @@ def compile_source(source: Source, arch: str, *, quiet: bool = False) -> Binary:
 
 @contextmanager
 def _saying(sentence: str, quiet: bool) -> Iterator[None]:
-    """Says what is done where it takes longer than `PATIENCE`."""
+    """Print what is done where it takes longer than `PATIENCE`."""
     timer = threading.Timer(PATIENCE, say, [sentence])
     timer.daemon = True
     if not quiet:
@@ -133,8 +133,8 @@ def _saying(sentence: str, quiet: bool) -> Iterator[None]:
 
 
 def headers_of(folder: Path, name: str) -> dict[str, str]:
-    """Text by name of every header that `folder / name` includes, itself or through others: from `folder`, else from
-    `FOLDERS`.
+    """Return the text by name of every header that `folder / name` includes, itself or through others: from `folder`,
+    else from `FOLDERS`.
 
     Raises:
         KernelError: no folder has a header.
@@ -155,7 +155,7 @@ def headers_of(folder: Path, name: str) -> dict[str, str]:
 
 @functools.cache
 def missing() -> str | None:
-    """Say why nothing can be compiled here, or None."""
+    """Return why nothing can be compiled here, or None."""
     try:
         _library()
     except OSError as e:
@@ -186,7 +186,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def version() -> tuple[int, int]:
-    """(major, minor) of NVRTC."""
+    """Return (major, minor) of NVRTC."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
     return major.value, minor.value

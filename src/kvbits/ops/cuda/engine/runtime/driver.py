@@ -30,12 +30,14 @@ MOST_SHARED = 96 << 10
 
 
 def shared_limit(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory one block can have; the smallest known for a capability this table does not name."""
+    """Return bytes of shared memory one block can have; the smallest known for a capability this table does
+    not name.
+    """
     return SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
 
 
 def refuses(device: torch.device, least: tuple[int, int] = (0, 0)) -> str | None:
-    """Say why no kernel runs on a device, or none that needs the compute capability `least`; or None."""
+    """Return why no kernel runs on a device, or none that needs the compute capability `least`; or None."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}, not on a GPU"
     if torch.version.hip:
@@ -63,7 +65,7 @@ _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def current_stream(device: torch.device) -> int:
-    """Handle of the current stream, without the object that torch makes around it."""
+    """Return the handle of the current stream, without the object that torch makes around it."""
     if _raw_stream is None or device.index is None:
         return torch.cuda.current_stream(device).cuda_stream
     return _raw_stream(device.index)
@@ -152,7 +154,7 @@ class Kernel:
 def load(
     source: Source, name: str, device_index: int, shared_bytes: int | None = None, *, early: bool = False
 ) -> Kernel:
-    """The kernel `name` of a source, compiled for the GPU `device_index` and loaded there.
+    """Return the kernel `name` of a source, compiled for the GPU `device_index` and loaded there.
 
     Args:
         shared_bytes: as of `Kernel`; what the source's macros say if None.

@@ -28,8 +28,8 @@ def folder() -> Path:
 
 
 def find(key: str) -> tuple[bytes, str] | None:
-    """Machine code and log that are kept under a key, in any of `files.cache_folders`: one of an image may take no
-    files.
+    """Return machine code and log that are kept under a key, in any of `files.cache_folders`: one of an image may take
+    no files.
     """
     for place in files.cache_folders("cuda"):
         path = place / (key + SUFFIX)
@@ -67,7 +67,7 @@ def _sum(key: str, body: bytes) -> bytes:
 
 
 def _bound(place: Path) -> None:
-    """Takes the oldest files away until `MOST_BYTES` are left. Other processes may do so too."""
+    """Take the oldest files away until `MOST_BYTES` are left. Other processes may do so too."""
     found = []
     for path in place.iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -38,7 +38,7 @@ LEAST_CHUNK = 32
 
 
 class Klt(Family):
-    """See above."""
+    """The family of trellis codes."""
 
     folds = always_unpacks = True
     refuses_closing, refuses_unpacking = staticmethod(writer.refuses_layout), staticmethod(unpack.refuses_layout)
@@ -146,7 +146,7 @@ class Klt(Family):
 
 
 def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:
-    """Say why banded.cu cannot read pages of this layout, or that many query columns of a kv head, or None."""
+    """Return why banded.cu cannot read pages of this layout, or that many query columns of a kv head, or None."""
     key, value, d = layout.key, layout.value, layout.head_dim
     if d > 256:
         return f"head_dim={d} is above 256"
@@ -178,7 +178,7 @@ def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:
 
 
 def _key_steps(layout: PageLayout) -> int:
-    """Matrix instructions of the planes of a key."""
+    """Return the number of matrix instructions of the planes of a key."""
     return sum(
         _band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits)
         for bits, channels in layout.key.planes(layout.head_dim)
@@ -186,12 +186,14 @@ def _key_steps(layout: PageLayout) -> int:
 
 
 def _band_steps(words: int, fields: int) -> int:
-    """Matrix instructions of a plane's row (struct BandPlane)."""
+    """Return the number of matrix instructions of a plane's row (struct BandPlane)."""
     return words // 4 * fields + words % 4 // 2 * (fields // 2) + words % 2 * (fields // 4)
 
 
 def _bytes_fit(layout: PageLayout) -> bool:
-    """Tell whether keys may be multiplied as bytes: floats hold what they sum up to (ByteKeys of banded_keys.cuh)."""
+    """Return whether keys may be multiplied as bytes: floats hold what they sum up to (ByteKeys of
+    banded_keys.cuh).
+    """
     most = {8: 255, 4: 31, 2: 64, 1: 64}
     return 128 * sum(channels * most[bits] for bits, channels in layout.key.planes(layout.head_dim)) < 1 << 22
 
@@ -229,12 +231,12 @@ def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> 
 
 
 def _makers(head_dim: int) -> tuple[int, int]:
-    """Warps that make queries in the keys' basis, and the most tiles of them in shared memory."""
+    """Return warps that make queries in the keys' basis, and the most tiles of them in shared memory."""
     return (4, 3) if head_dim <= 128 else (2, 2)
 
 
 def _frame_ring_bytes(d: int, steps: int, warps: int, *, makers: int, tiles: int, fold: bool) -> int:
-    """Shared memory of those warps (struct FrameRing of banded_frames.cuh), steps: of keys in the basis."""
+    """Return the shared memory of those warps (struct FrameRing of banded_frames.cuh), steps: of keys in the basis."""
     tile = 144 + 64 * OFFSETS + 512 * steps
     scratch = 32 * (d + 32) + d * (64 + 4 * (16 if fold else 2)) + makers * 128
     return -(-(tiles * (tile + 16) + scratch + 4 * warps) // 16) * 16

@@ -19,12 +19,14 @@ takes half as long again on an H200.
 
 
 def resident(layout: PageLayout, threads: int) -> int:
-    """Blocks of so many threads that a multiprocessor stores or unpacks with at a time."""
+    """Return the number of blocks of so many threads that a multiprocessor stores or unpacks with at a time."""
     return max(1, next(n for most, n in RESIDENT_THREADS.items() if layout.head_dim <= most) // threads)
 
 
 def banded_arguments(layout: PageLayout, kind: str) -> str:
-    """Template arguments of struct Banded of bands.cuh but the last: keys (kind "k") or values ("v") of a layout."""
+    """Return template arguments of struct Banded of bands.cuh but the last: keys (kind "k") or values ("v") of a
+    layout.
+    """
     side = describe(layout, kind)
     basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "calibrated": "CALIBRATED"}[side.basis]
     values = [side.scale_offset, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
@@ -33,7 +35,7 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
 
 
 def refuses_bands(layout: PageLayout) -> str | None:
-    """Say why the kernels that store and unpack trellis codes do not take a layout, or None."""
+    """Return why the kernels that store and unpack trellis codes do not take a layout, or None."""
     if layout.head_dim != layout.value_head_dim:
         return (
             f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels in trellis codes; the CUDA"
@@ -51,22 +53,24 @@ def refuses_bands(layout: PageLayout) -> str | None:
 
 
 def band_defines(chunk: PageLayout) -> dict[str, int]:
-    """Macros of banded.cu for trellis keys: the width of each band, four bits each, and where their planes lie."""
+    """Return macros of banded.cu for trellis keys: the width of each band, four bits each, and where their
+    planes lie.
+    """
     side = describe(chunk, "k")
     widths = {"K_WIDTHS_LOW": side.packed_widths & 0xFFFFFFFF, "K_WIDTHS_HIGH": side.packed_widths >> 32}
     return widths | {f"K_PLANE{bits}_OFFSET": side.offset_of_plane(bits) for bits in BAND_PLANES}
 
 
 def basis_on(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """`basis_operands` of a layer on `device`; made once."""
+    """Return `basis_operands` of a layer on `device`; made once."""
     inverse, offsets = static["k_inverse"], static.get("k_offsets")
     made_for = inverse if offsets is None else offsets
     return prepared(made_for, ("operands", device), lambda _: basis_operands(inverse, offsets).to(device))
 
 
 def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """struct InverseBasis of banded_frames.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 33, D] (None:
-    zeros): int32 [H, D * D / 2 + 4 + 5 D / 2].
+    """Return struct InverseBasis of banded_frames.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 33, D]
+    (None: zeros): int32 [H, D * D / 2 + 4 + 5 D / 2].
 
     Queries come with channels (8 i .. 8 i + 7) and those D / 2 further on as the 16 numbers of step i.
     """
@@ -88,7 +92,7 @@ def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch
 
 
 def offsets_in_frame(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """float32 [H, 33, D] on `device`: `k_offsets` out of the basis; made once."""
+    """Return float32 [H, 33, D] on `device`: `k_offsets` out of the basis; made once."""
     inverse = static["k_inverse"]
     return prepared(
         static["k_offsets"],
@@ -98,8 +102,8 @@ def offsets_in_frame(static: Mapping[str, torch.Tensor], device: torch.device) -
 
 
 def column_powers(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """float32 [H, D] on `device`: for each column of `matrix` [H, D, D] a power of two above its numbers, over which
-    `columns_as_operands` are; made once.
+    """Return float32 [H, D] on `device`: for each column of `matrix` [H, D, D] a power of two above its numbers, over
+    which `columns_as_operands` are; made once.
     """
 
     def make(x: torch.Tensor) -> torch.Tensor:
@@ -110,10 +114,10 @@ def column_powers(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def columns_as_operands(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`matrix` [H, D, D] as the matrix units take it, on `device`, made once: float16 [H, D / 16 of columns, D / 16 of
-    rows, 2 tiles, 32 lanes, high and low, 8 bytes] of its columns over `column_powers`. High and low add up to 22 bits
-    of a column's largest number. Lane 4 g + c has rows 4 c .. 4 c + 3 of 16, and of tile t column 4 (g / 2) + 2 t + g %
-    2 of 16, so that what comes back lies as what goes in.
+    """Return `matrix` [H, D, D] as the matrix units take it, on `device`, made once: float16 [H, D / 16 of columns, D /
+    16 of rows, 2 tiles, 32 lanes, high and low, 8 bytes] of its columns over `column_powers`. High and low add up to 22
+    bits of a column's largest number. Lane 4 g + c has rows 4 c .. 4 c + 3 of 16, and of tile t column 4 (g / 2) + 2 t
+    + g % 2 of 16, so that what comes back lies as what goes in.
     """
 
     def make(x: torch.Tensor) -> torch.Tensor:
@@ -126,8 +130,8 @@ def columns_as_operands(matrix: torch.Tensor, device: torch.device) -> torch.Ten
 
 
 def columns_as_tiles(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same numbers as matrix units of four warps read them from shared memory: float16 [H, high and low, D / 16 of
-    rows, 2 halves of 16, D columns, 8 numbers], rows and columns within 16 in the order of `columns_as_operands`.
+    """Return the same numbers as matrix units of four warps read them from shared memory: float16 [H, high and low, D /
+    16 of rows, 2 halves of 16, D columns, 8 numbers], rows and columns within 16 in the order of `columns_as_operands`.
     """
 
     def make(x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +144,7 @@ def columns_as_tiles(matrix: torch.Tensor, device: torch.device) -> torch.Tensor
 
 
 def _high_and_low(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """float16 [H, 2, D, D]: x [H, D, D] over its columns' powers, and what that misses."""
+    """Return float16 [H, 2, D, D]: x [H, D, D] over its columns' powers, and what that misses."""
     scaled = x.detach().float().to(columns.device) / columns.unsqueeze(1)
     high = scaled.half()
     return torch.stack([high, (scaled - high.float()).half()], 1)

@@ -39,7 +39,7 @@ FEW_WARPS = 8
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Say why pages of this layout cannot be closed from `dtype`, or return None."""
+    """Return why pages of this layout cannot be closed from `dtype`, or None."""
     if dtype not in TORCH_NUMBERS:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     if why := refuses_bands(layout):
@@ -53,9 +53,9 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
 
 
 def shared_bytes(layout: PageLayout, tokens: int, warpgroups: bool = False, stores: bool = False) -> int:
-    """sizeof(Shared) of a block that has so many tokens: the basis and codes, or operands; powers of columns, cosines
-    and sines, largest keys of each warp, and where tokens go. Of few tokens: operands, keys in the basis, codes, where
-    tokens go, largest keys.
+    """Return sizeof(Shared) of a block that has so many tokens: the basis and codes, or operands; powers of columns,
+    cosines and sines, largest keys of each warp, and where tokens go. Of few tokens: operands, keys in the basis,
+    codes, where tokens go, largest keys.
     """
     d = layout.head_dim
     if stores and tokens == FEW:
@@ -69,14 +69,14 @@ def shared_bytes(layout: PageLayout, tokens: int, warpgroups: bool = False, stor
 
 
 def few_warps(layout: PageLayout) -> int:
-    """Warps of a block of few tokens: one for each band that keys are multiplied with, at least one for each eight
-    tokens.
+    """Return the number of warps of a block of few tokens: one for each band that keys are multiplied with, at least
+    one for each eight tokens.
     """
     return max(FEW // 8, min(FEW_WARPS, layout.head_dim // BAND) if layout.key.basis == "calibrated" else 0)
 
 
 def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
-    """Tell whether the product of a page's keys runs on Hopper's matrix units. They take four warps at once and read
+    """Return whether the product of a page's keys runs on Hopper's matrix units. They take four warps at once and read
     the basis from shared memory.
     """
     return device.type == "cuda" and _takes_warpgroups(layout, torch.cuda.get_device_capability(device))
@@ -89,20 +89,20 @@ def _takes_warpgroups(layout: PageLayout, capability: tuple[int, int]) -> bool:
 
 
 def places(layout: PageLayout, device: torch.device) -> int:
-    """Blocks that run on a GPU at a time."""
+    """Return the number of blocks that run on a GPU at a time."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     return multiprocessors * resident(layout, layout.page_size * 2)
 
 
 def pages_each(num_pages: int, num_kv_heads: int, places: int) -> int:
-    """Pages of a block: as few as leave no block of keys waiting for another one."""
+    """Return the number of pages of a block: as few as leave no block of keys waiting for another one."""
     return -(-num_pages // max(1, places // num_kv_heads))
 
 
 def defines(
     layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpgroups: bool = False, tokens: int | None = None
 ) -> dict[str, int | str]:
-    """Macros of one instantiation of store_banded.cu; `appends`: of a decode step; `warpgroups`: see
+    """Return macros of one instantiation of store_banded.cu; `appends`: of a decode step; `warpgroups`: see
     `takes_warpgroups`; `tokens`: of a block that stores by slots, None where whole pages close.
     """
     d, stores, tokens = layout.head_dim, tokens is not None, tokens or layout.page_size
@@ -169,7 +169,7 @@ class StoreArgs(Args):
 def source(
     layout: PageLayout, dtype: torch.dtype, appends: bool, warpgroups: bool, tokens: int | None = None
 ) -> Source:
-    """The instantiation; arguments as of `defines`, `warpgroups` where they are taken for whole pages."""
+    """Return the instantiation; arguments as of `defines`, `warpgroups` where they are taken for whole pages."""
     warpgroups &= tokens in (None, layout.page_size)
     return Source(
         Path(__file__).parent, "store_banded.cu", defines(layout, dtype, appends, warpgroups, tokens), own=warpgroups
@@ -193,7 +193,7 @@ def sources(layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int])
 def load(
     layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False, tokens: int | None = None
 ) -> tuple[driver.Kernel, int]:
-    """The kernel, and threads of its blocks; arguments as of `defines`."""
+    """Return the kernel, and threads of its blocks; arguments as of `defines`."""
     device = torch.device("cuda", device_index) if device_index >= 0 else torch.device("cuda")
     made = source(layout, dtype, appends, takes_warpgroups(layout, device), tokens)
     return driver.load(made, "store_banded", device_index, early=appends), int(made.macros["THREADS"])
@@ -202,7 +202,7 @@ def load(
 def first_positions(
     store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device
 ) -> torch.Tensor | None:
-    """int32 [num_pages] positions of the pages' first tokens on `device`; None where no side asks for them."""
+    """Return int32 [num_pages] positions of the pages' first tokens on `device`; None where no side asks for them."""
     return (
         upload(require_starts(starts, num_pages).astype(np.int32), device)
         if store.layout.key.basis == "calibrated"
@@ -218,7 +218,7 @@ def set_static(
     starts: torch.Tensor | None,
     warpgroups: bool | None = None,
 ) -> None:
-    """Points `args` to the basis, offsets and the rotary embedding of a layer and to positions (see struct Args).
+    """Point `args` to the basis, offsets and the rotary embedding of a layer and to positions (see struct Args).
 
     Raises:
         DataError: no basis, or no positions.

@@ -20,14 +20,14 @@ from .operands import banded_arguments, column_powers, columns_as_operands, offs
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Say why pages of trellis codes cannot be unpacked to `dtype`, or None."""
+    """Return why pages of trellis codes cannot be unpacked to `dtype`, or None."""
     if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     return refuses_bands(layout)
 
 
 def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
-    """Macros of one instantiation of dequantize_banded.cu."""
+    """Return macros of one instantiation of dequantize_banded.cu."""
     d, threads = layout.head_dim, layout.page_size * 2
     return {
         "HEAD_DIM": d,
@@ -65,13 +65,13 @@ def source(layout: PageLayout, dtype: torch.dtype) -> Source:
 
 @functools.lru_cache(maxsize=64)
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[driver.Kernel, int]:
-    """The kernel, and threads of its blocks."""
+    """Return the kernel, and threads of its blocks."""
     made = source(layout, dtype)
     return driver.load(made, "dequantize_banded", device_index), int(made.macros["THREADS"])
 
 
 class BandedUnpacker:
-    """See `engine.family.Unpacks`."""
+    """Unpacking of trellis codes (`engine.family.Unpacks`)."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ ROWS_PER_THREAD = 8
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Say why pages of this layout cannot be closed from `dtype`, or None."""
+    """Return why pages of this layout cannot be closed from `dtype`, or None."""
     if dtype not in TORCH_NUMBERS:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     for kind, spec, d in (("key", layout.key, layout.head_dim), ("value", layout.value, layout.value_head_dim)):
@@ -52,7 +52,7 @@ class StepArgs(_Args):
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> dict[str, int | str]:
-    """Macros of one instantiation of close.cu; `appends`: of `DecodeStep`."""
+    """Return macros of one instantiation of close.cu; `appends`: of `DecodeStep`."""
     d, page = max(layout.head_dim, layout.value_head_dim), layout.page_size
     octets = d // 8
     threads = max(128, min(512, -(-page * octets // 4 // 32) * 32), -(-page * octets // ROWS_PER_THREAD // 32) * 32)
@@ -86,7 +86,7 @@ def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: boo
 
 
 def set_static(args: _Args, store: PageStore) -> None:
-    """Points `args` to a layer's calibrated parameters."""
+    """Point `args` to a layer's calibrated parameters."""
     for i, kind in enumerate("kv"):
         for name, field in (("scale", args.scale), ("bias", args.bias)):
             if (static := store.static.get(f"{kind}_{name}")) is not None:

@@ -23,7 +23,7 @@ MOST_HEAD_DIM = 512
 
 
 class Plain(Family):
-    """See above."""
+    """The family of plain formats."""
 
     refuses_closing, refuses_unpacking = staticmethod(close.refuses_layout), staticmethod(unpack.refuses_layout)
     close, unpacker, stores = staticmethod(close.launch), unpack.Unpacker, store
@@ -35,14 +35,14 @@ class Plain(Family):
         return _refuses_attention(layout)
 
     def is_wide(self, layout: PageLayout) -> bool:
-        """One plane, no terms that count weights or scale queries by page."""
+        """Return whether there is one plane, without terms that count weights or scale queries by page."""
         return _most(layout) <= 128 and all(
             len(walked_planes(s, d)) == 1 and s.symmetric and not s.center and not s.static and scale_kind(s) == GROUP
             for s, d in _sides(layout)
         )
 
     def columns(self, layout: PageLayout, num_columns: int) -> int:
-        """16 or 24 where more are wanted and the registers of two or three column tiles are there."""
+        """Return 16 or 24 where more are wanted and the registers of two or three column tiles are there."""
         if num_columns > 2 * WIDE and self.is_wide(layout):
             return WIDE
         return 16 if num_columns > 8 and _most(layout) <= 128 and not _two_planes(layout) else 8
@@ -98,7 +98,7 @@ class Plain(Family):
 
 
 def walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
-    """Bits of the planes that are walked one by one.
+    """Return bits of the planes that are walked one by one.
 
     Two whose rows are 2 : 1 bytes, unpadded, are joined to one (packed_codes.cuh), walked as the first.
     """
@@ -111,17 +111,17 @@ def _two_planes(layout: PageLayout) -> bool:
 
 
 def _sides(layout: PageLayout) -> tuple[tuple[QuantSpec, int], tuple[QuantSpec, int]]:
-    """Keys and values, and how many channels each have."""
+    """Return keys and values, and how many channels each have."""
     return (layout.key, layout.head_dim), (layout.value, layout.value_head_dim)
 
 
 def _most(layout: PageLayout) -> int:
-    """The larger of both widths, which registers are needed for."""
+    """Return the larger of both widths, which registers are needed for."""
     return max(layout.head_dim, layout.value_head_dim)
 
 
 def _refuses_attention(layout: PageLayout) -> str | None:
-    """Say why packed.cu cannot read pages of this layout, or None."""
+    """Return why packed.cu cannot read pages of this layout, or None."""
     d, key, value = _most(layout), layout.key, layout.value
     if d > MOST_HEAD_DIM:
         return f"head_dim={d} is above {MOST_HEAD_DIM}"
@@ -147,7 +147,7 @@ def _refuses_attention(layout: PageLayout) -> str | None:
 
 
 def _joins_raw(layout: PageLayout, cols: int) -> bool:
-    """Tell whether the kernel adds raw tokens to the running outputs of this layout (RAW_JOINS). That takes values of
+    """Return whether the kernel adds raw tokens to the running outputs of this layout (RAW_JOINS). That takes values of
     one plane, not scaled by page, queries and results that no calibrated scale belongs to, and registers. Three column
     tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining.
     """
@@ -162,8 +162,8 @@ def _joins_raw(layout: PageLayout, cols: int) -> bool:
 
 
 def _fragments(layout: PageLayout, cols: int) -> int:
-    """Key operands of a column tile where more than two tiles, or heads of more than `WIDE_HEAD` channels, share them
-    in shared memory (Query of packed_keys.cuh), else 0.
+    """Return key operands of a column tile where more than two tiles, or heads of more than `WIDE_HEAD` channels, share
+    them in shared memory (Query of packed_keys.cuh), else 0.
     """
     bits = layout.key.number_format.planes[0]
     return (

@@ -25,7 +25,7 @@ WARP_DIM = 256
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Say why tokens of `dtype` cannot be stored in pages of a layout, or return None."""
+    """Return why tokens of `dtype` cannot be stored in pages of a layout, or None."""
     for kind in "kv":
         if (d := layout.dim(kind)) % 8 or d > MAX_HEAD_DIM:
             return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
@@ -65,7 +65,8 @@ class Args(ctypes.Structure):
 
 
 def tokens_of_prompts(layout: PageLayout, dtype: torch.dtype) -> int:
-    """Tokens of a block where there are many: their runs fill whole tiles of keys and share a page's mean.
+    """Return the number of tokens of a block where there are many: their runs fill whole tiles of keys and share a
+    page's mean.
 
     As many as a thread keeps in registers.
     """
@@ -74,7 +75,7 @@ def tokens_of_prompts(layout: PageLayout, dtype: torch.dtype) -> int:
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, int | str]:
-    """Macros of one instantiation of store_tokens.cu, for blocks of `tokens` tokens."""
+    """Return macros of one instantiation of store_tokens.cu, for blocks of `tokens` tokens."""
     d = max(layout.head_dim, layout.value_head_dim)
     span = max(4, 1 << (d // 8 - 1).bit_length())
     threads = min(16 * span, 512)
@@ -106,8 +107,8 @@ def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, in
 
 
 def _image_bytes(layout: PageLayout, kind: str, spec: QuantSpec) -> int:
-    """Bytes of keys ("k") or values ("v") of a page that are put in shared memory where a page opens with the mean of
-    the one before.
+    """Return bytes of keys ("k") or values ("v") of a page that are put in shared memory where a page opens with the
+    mean of the one before.
     """
     return sum(s.nbytes for name, s in layout.sections.items() if name.startswith(kind)) if spec.center else 16
 
@@ -123,7 +124,7 @@ def sources(layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int])
 
 @functools.lru_cache(maxsize=256)
 def load(layout: PageLayout, dtype: torch.dtype, tokens: int, device_index: int) -> tuple[driver.Kernel, int]:
-    """The kernel for blocks of `tokens` tokens, and threads of its blocks."""
+    """Return the kernel for blocks of `tokens` tokens, and threads of its blocks."""
     made = source(layout, dtype, tokens)
     return driver.load(made, "store_tokens", device_index), int(made.macros["THREADS"])
 
@@ -174,5 +175,5 @@ def store(
 
 @functools.lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -22,7 +22,7 @@ THREADS = 256
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Say why pages cannot be unpacked to `dtype`, or None."""
+    """Return why pages cannot be unpacked to `dtype`, or None."""
     if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     if layout.head_dim % 4 or layout.value_head_dim % 4:
@@ -42,14 +42,14 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
 
 
 def tile_bytes(layout: PageLayout) -> int:
-    """Shared memory of a block: a page's keys or values in float32, where elements of a page meet."""
+    """Return the shared memory of a block: a page's keys or values in float32, where elements of a page meet."""
     staged = any(s.outliers or s.pre_rope for s in (layout.key, layout.value))
     return layout.page_size * max(layout.head_dim, layout.value_head_dim) * 4 if staged else 0
 
 
 def extra_arguments(layout: PageLayout, kind: str) -> str:
-    """Template arguments of struct Extras: codebook, stretch, outliers and rotary embedding of keys ("k") or values
-    ("v").
+    """Return template arguments of struct Extras: codebook, stretch, outliers and rotary embedding of keys ("k") or
+    values ("v").
     """
     side = describe(layout, kind)
     values = [
@@ -82,7 +82,7 @@ class _Args(ctypes.Structure):
 
 
 def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
-    """Macros of one instantiation of dequantize.cu."""
+    """Return macros of one instantiation of dequantize.cu."""
     return {
         "HEAD_DIM": max(layout.head_dim, layout.value_head_dim),
         "PAGE": layout.page_size,
@@ -105,7 +105,7 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> driver.K
 
 
 class Unpacker:
-    """See `engine.family.Unpacks`."""
+    """Unpacking of plain formats (`engine.family.Unpacks`)."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Unpacker:
         _load(layout, dtype, device.index)
 
     def _set_static(self, static: Mapping[str, torch.Tensor]) -> None:
-        """Points the kernel's arguments to a layer's calibrated parameters."""
+        """Point the kernel's arguments to a layer's calibrated parameters."""
         args, layout, device = self._args, self._layout, self._device
         for i, kind in enumerate("kv"):
             for name, field in (("scale", args.scale), ("bias", args.bias)):

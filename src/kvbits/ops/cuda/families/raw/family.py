@@ -12,7 +12,7 @@ from . import store
 
 
 class Raw(Plain):
-    """See above."""
+    """The family of raw pages."""
 
     stores = store
 

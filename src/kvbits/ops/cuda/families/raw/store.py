@@ -15,11 +15,11 @@ from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 
 THREADS, TOKENS = 256, 16
-"""Of a block."""
+"""Threads and tokens of a block."""
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """None: every raw layout is served."""
+    """Return None: every raw layout is served."""
     return None
 
 
@@ -49,7 +49,7 @@ class Args(ctypes.Structure):
 
 
 def source() -> Source:
-    """One for all layouts."""
+    """Return the one source for all layouts."""
     return Source(Path(__file__).parent, "store_raw.cu", {"THREADS": THREADS, "TOKENS": TOKENS})
 
 
@@ -100,7 +100,7 @@ def store(
 
 
 def rows(x: torch.Tensor, offset: int, end: int) -> Rows:
-    """Keys or values [.., H, D], last dim dense, and bytes `offset` to `end` of a struct, which are theirs."""
+    """Return keys or values [.., H, D], last dim dense, and bytes `offset` to `end` of a struct, which are theirs."""
     size = x.element_size()
     row_bytes = x.shape[-1] * size
     stride = [0, *(s * size if n > 1 else 0 for s, n in zip(x.stride(), x.shape, strict=True))][-4:-1]
