@@ -209,7 +209,7 @@ class Attention:
         return self._backend.result_dtype
 
     def bind(self, layer: int, stores: Sequence[PageStore]) -> None:
-        """Say where a layer's pages lie; again when they move or their pool grew.
+        """Set where a layer's pages lie; again when they move or their pool grew.
 
         Args:
             layer: a number of the caller's, for `run`.
@@ -351,7 +351,7 @@ class Attention:
     def run(
         self, q: torch.Tensor, layer: int = 0, *, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attention of q [B, T, Hq, D] over the pages of `layer`.
+        """Return attention of q [B, T, Hq, D] over the pages of `layer`.
 
         Args:
             out: dense, of q's dtype or `result_dtype`, and of q's shape, the last dimension the values'; made in q's

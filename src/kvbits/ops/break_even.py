@@ -16,8 +16,8 @@ TOKENS = 256
 
 
 def small_on_gpu(batch: int, tokens: int, elements: int) -> str | None:
-    """A sentence saying that 16-bit attention would be as fast or faster on a GPU at this size, `elements` numbers a
-    token in keys and values, or None.
+    """Return a sentence saying that 16-bit attention would be as fast or faster on a GPU at this size, `elements`
+    numbers a token in keys and values, or None.
     """
     nbytes = 2 * batch * tokens * elements
     if tokens > TOKENS and nbytes > BYTES_16_BIT:

@@ -39,7 +39,7 @@ takes less time than calls would.
 
 
 def choose(q: torch.Tensor, v: torch.Tensor, softcap: float | None, backend: str = "auto") -> dispatch.Choice:
-    """The backend that serves chunks like this one.
+    """Return the backend that serves chunks like this one.
 
     Args:
         q: [B, T, Hq, D]; v: [B, T, H, D]. Their dtype, device and D decide, not B or T.
@@ -52,7 +52,7 @@ def choose(q: torch.Tensor, v: torch.Tensor, softcap: float | None, backend: str
 
 
 def refuses_flash(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
-    """Say what of a call no kernel of torch's FlashAttention serves, or return None."""
+    """Return what of a call no kernel of torch's FlashAttention serves, or None."""
     if softcap is not None:
         return "torch's FlashAttention has no softcap"
     if v.shape[3] != q.shape[3]:
@@ -88,8 +88,8 @@ def without_padding(
     positions: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend(q, k, v)` of chunks without padding, for one that may have some: it is cut out, so no kernel needs a mask
-    for it.
+    """Run `attend(q, k, v)` on chunks without padding, for one that may have some: it is cut out, so no kernel needs a
+    mask for it.
 
     Args:
         attend: causal attention of [B, n, ..] tokens in a row: out [B, n, Hq, D] in `dtype`, lse [B, n, Hq].
@@ -118,8 +118,8 @@ def without_padding(
 def within_chunks(
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]], chunk: int
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """`attend_fresh` of layers whose positions are cut into chunks, of which each token sees its own: a call for each
-    that the tokens of a sequence reach into.
+    """Return `attend_fresh` of layers whose positions are cut into chunks, of which each token sees its own: a call for
+    each that the tokens of a sequence reach into.
 
     Args:
         attend: `attend_fresh` of a backend.

@@ -69,7 +69,7 @@ class Pages:
 
 
 class Stepper(Protocol):
-    """Leads single tokens of all layer groups on a device, one step after the other, without waiting."""
+    """A stepper that leads single tokens of all layer groups on a device, one step after the other, without waiting."""
 
     def begin(self, valid: torch.Tensor | None) -> None:
         """Move all groups and their plans on by a token: valid bool [B, 1] on the device, None for all."""
@@ -83,12 +83,12 @@ class Stepper(Protocol):
         """
 
     def status(self) -> torch.Tensor:
-        """int32 [layers of all groups, fields] on the device: saturated elements of keys and values, scales that
+        """Return int32 [layers of all groups, fields] on the device: saturated elements of keys and values, scales that
         overflowed, numbers that are none.
         """
 
     def numbers(self) -> list[np.ndarray]:
-        """int32 [rows, B] of each group as they are now. Waits for the device."""
+        """Return int32 [rows, B] of each group as they are now. Waits for the device."""
 
 
 class Backend(Protocol):
@@ -97,23 +97,23 @@ class Backend(Protocol):
     def refuses(
         self, groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Say why single tokens of these layer groups cannot be led on the device, whatever their sequences hold,
-        or None.
+        """Return why single tokens of these layer groups cannot be led on the device, whatever their sequences hold, or
+        None.
         """
 
     def capturing(self) -> bool:
-        """Tell whether launches are recorded now, not run."""
+        """Return whether launches are recorded now, not run."""
 
     def stepper(self, groups: list[Pages], dtype: torch.dtype, device: torch.device) -> Stepper:
         """Put what decoding needs on the device."""
 
 
 def leads(device: torch.device) -> bool:
-    """Tell whether a backend leads single tokens on such a device."""
+    """Return whether a backend leads single tokens on such a device."""
     return device.type in BACKENDS
 
 
 def backend_of(device: torch.device) -> Backend:
-    """The backend that leads single tokens on a device that one `leads` on."""
+    """Return the backend that leads single tokens on a device that one `leads` on."""
     module: Any = importlib.import_module(f"{__package__}.{BACKENDS[device.type]}.decode")
     return cast(Backend, module)

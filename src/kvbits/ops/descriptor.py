@@ -34,23 +34,23 @@ FORMATS = {name: i for i, name in enumerate(["raw", *(n for n in NUMBER_FORMATS 
 _FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
 _KINDS = ("int", *_FLOATS, "raw", "codebook", "trellis")
 LEVELS = {name: i for i, name in enumerate(_KINDS)}
-"""What a code stands for: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook,
+"""Meanings of a code: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook,
 one of twice as many levels as its width has codes.
 """
 STATIC, GROUP, CHANNEL = 0, 1, 2
 SCALES = {"static": STATIC, "group": GROUP, "channel": CHANNEL}
-"""Who shares a scale: channels of all pages (calibrated), a group of channels of a token, a channel of a page's tokens.
+"""Sharers of a scale: channels of all pages (calibrated), a group of channels of a token, a channel of a page's tokens.
 """
 HEADER = Path(__file__).parent / "numbers.h"
 
 
 def levels_of(fmt: NumberFormat) -> int:
-    """Number of what a format's codes stand for."""
+    """Return the number of what a format's codes stand for."""
     return LEVELS[fmt.name if fmt.kind == "float" else fmt.kind]
 
 
 def scale_kind(spec: QuantSpec) -> int:
-    """STATIC, GROUP or CHANNEL."""
+    """Return STATIC, GROUP or CHANNEL."""
     return STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
 
 
@@ -121,13 +121,13 @@ class Side:
         return dict(zip(self.planes, self.plane_offset, strict=True)).get(bits, 0)
 
     def plane(self, i: int) -> tuple[int, int, int]:
-        """(bits, bytes of a token's row, offset) of plane i, zeros where the format has fewer."""
+        """Return (bits, bytes of a token's row, offset) of plane i, zeros where the format has fewer."""
         return (self.planes[i], self.row_bytes[i], self.plane_offset[i]) if i < len(self.planes) else (0, 0, 0)
 
 
 @functools.lru_cache(maxsize=512)
 def describe(layout: PageLayout, kind: str) -> Side:
-    """Keys (kind "k") or values ("v") of a layout."""
+    """Return keys (kind "k") or values ("v") of a layout."""
     spec = layout.key if kind == "k" else layout.value
     d, fmt = layout.dim(kind), spec.number_format
     planes = spec.planes(d)
@@ -173,7 +173,7 @@ def describe(layout: PageLayout, kind: str) -> Side:
 
 
 def header() -> str:
-    """Text of `numbers.h`."""
+    """Return the text of `numbers.h`."""
     short = {name: name.split("_")[1].upper() for name in _FLOATS} | {
         "int": "INTEGER",
         "raw": "RAW",

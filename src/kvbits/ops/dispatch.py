@@ -87,7 +87,7 @@ def _nothing() -> None:
 
 
 def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
-    """The first backend that takes a call like `args`, or the one named.
+    """Return the first backend that takes a call like `args`, or the one named.
 
     Raises:
         SpecError: unknown backend, or the named one refuses; the message says why.
@@ -131,7 +131,7 @@ OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
     "store": ("store", {}),
     "unpack": ("unpack", {}),
 }
-"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and unpacking. The
+"""Operations on pages: decoding, many queries past them, a page that closes, tokens one by one, and unpacking. The
 op of each, and what `refuses_layout` is asked beside the layout.
 """
 
@@ -155,8 +155,8 @@ def natives(layout: PageLayout) -> dict[str, dict[str, str | None]]:
 
 
 def table(names: Mapping[str, str], head_dim: int = 128) -> str:
-    """Schemes (by title) x operations x backends: "native", "-" where a backend has none and the reference serves, or
-    the number of a refusal, listed below.
+    """Return schemes (by title) x operations x backends: "native", "-" where a backend has none and the reference
+    serves, or the number of a refusal, listed below.
     """
     refusals: dict[str, int] = {}
     lines = [f"{'':24}{'':18}{'cpu':10}cuda"]

@@ -46,7 +46,7 @@ times the time, and no copy.
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any], readable: bool = True) -> str | None:
-    """Say why a plan of `ops.attend` on a GPU is left to the kernel that reads packed pages; None where it is not.
+    """Return why a plan of `ops.attend` on a GPU is left to the kernel that reads packed pages; None where it is not.
 
     Args:
         layouts, options: as backends of `attend` get them.
@@ -288,7 +288,7 @@ class Histories:
         targets: torch.Tensor,
         *of_parts: torch.Tensor,
     ) -> _Placed:
-        """A pass whose integers are on the device.
+        """Return a pass whose integers are on the device.
 
         Args:
             q_starts, k_starts: as in `Lengths`; targets: as in `_Placed`.
@@ -351,7 +351,7 @@ class Histories:
 
 
 def _uploaded(lists: Sequence[Sequence[np.ndarray]], device: torch.device) -> list[list[torch.Tensor]]:
-    """The arrays of each list, int32 or int64, on the device, of one upload."""
+    """Return the arrays of each list, int32 or int64, on the device, of one upload."""
     sizes = [-(-x.nbytes // 16) * 16 for arrays in lists for x in arrays]
     starts = iter(np.cumsum([0, *sizes]).tolist())
     whole, at = np.zeros(sum(sizes), np.uint8), []
@@ -383,7 +383,7 @@ class _Placed:
     def unpack(
         self, stores: Sequence[PageStore], scratch: Scratch, own: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the pass: own ones without a history where they lie, all others in the scratch."""
+        """Return keys and values of the pass: own ones without a history where they lie, all others in the scratch."""
         mine = own and (own[0][self.queries], own[1][self.queries])
         if mine and not self.unpacks:
             return mine
@@ -405,7 +405,7 @@ def _dense(
     out: torch.Tensor,
     wants_lse: bool,
 ) -> torch.Tensor | None:
-    """`Attend` by torch's kernels: one call for sequences of one length, else one for each."""
+    """Return `Attend` by torch's kernels: one call for sequences of one length, else one for each."""
     n = len(lengths.keys)
     alike = lengths.max_q * n == lengths.queries.sum() and lengths.max_k * n == lengths.keys.sum()
     step = n if alike else 1

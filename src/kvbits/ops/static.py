@@ -21,7 +21,7 @@ _accepted = WeakIdKeyDictionary()
 
 
 def calibrated(spec: QuantSpec, side: str, num_kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the calibrated tensors that a side ("k", "v") of a layer needs."""
+    """Return names and shapes of the calibrated tensors that a side ("k", "v") of a layer needs."""
     shared = spec.scale_shape(0, head_dim) if spec.static else ()
     shapes = {
         "scale": shared,
@@ -34,9 +34,9 @@ def calibrated(spec: QuantSpec, side: str, num_kv_heads: int, head_dim: int) -> 
 
 
 def read_with(layout: PageLayout) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what attention needs beside the pages of a layout: what was calibrated, but for a basis and
-    mean its inverse and offsets (`quant.basis`), and the frequencies of the rotary embedding where keys were turned
-    back.
+    """Return names and shapes of what attention needs beside the pages of a layout: what was calibrated, but for a
+    basis and mean its inverse and offsets (`quant.basis`), and the frequencies of the rotary embedding where keys were
+    turned back.
     """
     heads, d = layout.num_kv_heads, layout.head_dim
     found = calibrated(layout.key, "k", heads, d) | calibrated(layout.value, "v", heads, layout.value_head_dim)
@@ -81,7 +81,9 @@ def check(static: Mapping[str, Any], want: Mapping[str, tuple[int, ...]], where:
 
 
 def _impossible(kind: str, x: torch.Tensor) -> str | None:
-    """Say why `x` is no scale, bias, codebook, basis, inverse or frequencies, to stand behind its name, or None."""
+    """Return why `x` is not a scale, bias, codebook, basis, inverse or frequencies, to stand behind its name,
+    or None.
+    """
     if kind == "basis":  # not finite numbers have no condition number
         found = conditions(x)
         head = int(found.argmax())

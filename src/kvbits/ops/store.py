@@ -141,7 +141,8 @@ def check(
 
 
 def check_column(name: str, x: torch.Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
-    """
+    """Check a column of numbers.
+
     Raises:
         DataError: x is not dense [count] of this dtype on this device.
     """
@@ -174,7 +175,9 @@ def _check_static(pages: PageStore, device: torch.device) -> None:
 
 
 def _check_turn(turn: torch.Tensor, head_dim: int, device: torch.device) -> None:
-    """A GPU, which is not waited for, takes the last channel for a partner that is no channel."""
+    """Check the turned channels on a CPU. A GPU, which is not waited for, takes the last channel for a partner that is
+    no channel.
+    """
     if (
         turn.dtype != torch.float32
         or tuple(turn.shape) != (3, head_dim)

@@ -39,7 +39,7 @@ CONTRACT = Contract(
 
 @functools.cache
 def operator(name: str) -> Any:
-    """An operator of torch that takes what is passed to it here.
+    """Return an operator of torch that takes what is passed to it here.
 
     Raises:
         UnsupportedError: this torch has none.

@@ -71,7 +71,7 @@ class PageStore:
 
     @functools.cached_property
     def unreadable(self) -> str | None:
-        """Why attention cannot read the slabs where they lie, or None."""
+        """The reason why attention cannot read the slabs where they lie, or None."""
         if not self.num_pages:
             return "a part without slabs, or whose slabs are empty, has no pages"
         for x in self.slabs:
@@ -100,13 +100,13 @@ class PageStore:
         return page_offsets(self.slabs, self.device)
 
     def gather(self, page_ids: np.ndarray) -> torch.Tensor:
-        """uint8 [n, H, head_bytes]: copies of a few pages (for the reference; kernels read in place)."""
+        """Return uint8 [n, H, head_bytes]: copies of a few pages (for the reference; kernels read in place)."""
         if len(self.slabs) == 1:
             return self.slabs[0][upload(page_ids, self.device)]
         return torch.stack([self.page(int(i)) for i in page_ids])
 
     def page(self, page_id: int) -> torch.Tensor:
-        """uint8 [H, head_bytes]: the page itself, writable."""
+        """Return uint8 [H, head_bytes]: the page itself, writable."""
         if page_id < 0:
             raise IndexError(f"page {page_id} is negative")
         for slab in self.slabs:
@@ -128,7 +128,7 @@ def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.T
 
 @functools.lru_cache(maxsize=256)
 def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
-    """`page_offsets` of slabs given as (start, stride, pages)."""
+    """Return `page_offsets` of slabs given as (start, stride, pages)."""
     found = [start + stride * torch.arange(pages, dtype=torch.int64, device="cpu") for start, stride, pages in slabs]
     return upload(torch.cat(found), device)
 
@@ -255,5 +255,5 @@ def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequenc
 
 
 def wider_scales(spec: QuantSpec, then: str = "") -> str:
-    """Say what to do about a scale that overflows, and `then`; nothing where a format's scales have one dtype."""
+    """Return what to do about a scale that overflows, and `then`; nothing where a format's scales have one dtype."""
     return "" if spec.scale_dtype == SCALE_8BIT else f"use scale_dtype='float32' or 'bfloat16'{then}"

@@ -27,7 +27,7 @@ from .structs import MAX_QUERY_GROUP, store_struct
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
-    """Say why such a plan is not served here, or None."""
+    """Return why such a plan is not served here, or None."""
     if options["device"].type != "cpu":
         return f"pages are on {options['device']}, not on the CPU"
     if why := unavailable():
@@ -94,7 +94,7 @@ class Plan(HostPlan):
         self._layers[layer] = _Layer(parts, tuple(stores), tables)  # at once: what is refused changes nothing
 
     def _table(self, part: int, num_pages: int) -> TableStruct:
-        """The struct that layers point to whose pools have so many pages."""
+        """Return the struct that layers point to whose pools have so many pages."""
         if (found := self._tables.get((part, num_pages))) is None:
             found = TableStruct()
             if self._lists:
@@ -114,7 +114,7 @@ class Plan(HostPlan):
             raise
 
     def _fill(self, struct: TableStruct, part: int, num_pages: int, keep: list[np.ndarray]) -> None:
-        """The page list of this step to a struct that layers point to."""
+        """Write the page list of this step to a struct that layers point to."""
         pages, ids = self._lists[part], self._lists[part].within(num_pages)
         struct.num_entries = len(ids)
         struct.indptr, struct.page_ids = pages.indptr.ctypes.data, ids.ctypes.data
@@ -139,7 +139,7 @@ class Plan(HostPlan):
         return out if into is out else out.copy_(into)
 
     def _scratch(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """float32, of the shape of `like`: where the caller's cannot be written."""
+        """Return float32, of the shape of `like`: where the caller's cannot be written."""
         if (kept := self._scratches.get(name)) is None or kept.shape != like.shape:
             kept = self._scratches[name] = torch.empty(like.shape, dtype=torch.float32, device="cpu")
         return kept

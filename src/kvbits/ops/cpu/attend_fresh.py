@@ -23,7 +23,7 @@ longer, and is not square.
 
 
 def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
-    """Say why a chunk cannot be attended here, or None.
+    """Return why a chunk cannot be attended here, or None.
 
     Args:
         q: [B, T, Hq, D]; v: [B, T, H, D].
@@ -44,7 +44,7 @@ def attend_fresh(
     sliding_window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a chunk to itself (see `chunk_attention`).
+    """Return causal attention of a chunk to itself (see `chunk_attention`).
 
     Raises:
         DataError: tensors that do not fit together.
@@ -63,7 +63,7 @@ def _masked(
     scaling: float,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All sequences of a short chunk at once, by a mask of each."""
+    """Return all sequences of a short chunk at once, by a mask of each."""
     keys, queries = positions.cpu()[:, None, :], positions.cpu()[:, :, None]
     seen = (keys >= 0) & (keys <= queries)
     if sliding_window is not None:
@@ -103,25 +103,25 @@ def _causal(
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, Hq, n, D] in q's dtype, lse [B, Hq, n]) of q, k, v [B, Hq, n, D]; causal without a mask."""
+    """Return (out [B, Hq, n, D] in q's dtype, lse [B, Hq, n]) of q, k, v [B, Hq, n, D]; causal without a mask."""
     out, lse = operator(CPU)(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling)
     return out, lse
 
 
 def _of_query_heads(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Keys or values [B, T, H, D] as [B, Hq, T, D], rows dense."""
+    """Return keys or values [B, T, H, D] as [B, Hq, T, D], rows dense."""
     x = x.transpose(1, 2)
     return x.repeat_interleave(group, 1) if group > 1 else _dense(x)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """x with dense rows: the operator reads them so, and does not check."""
+    """Return x with dense rows: the operator reads them so, and does not check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _band(rows: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bias [rows, rows + window - 1] of queries whose first one sees the first `window` keys: 0 where a query sees a
-    key, else -inf.
+    """Return bias [rows, rows + window - 1] of queries whose first one sees the first `window` keys: 0 where a query
+    sees a key, else -inf.
     """
     distance = torch.arange(rows + window - 1, device="cpu") - torch.arange(rows, device="cpu")[:, None]
     return torch.zeros(rows, rows + window - 1, dtype=dtype, device="cpu").masked_fill_(

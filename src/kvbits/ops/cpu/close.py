@@ -26,7 +26,7 @@ from .structs import refuses_writing, store_struct
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
-    """Say why pages of this store cannot be closed here, or None."""
+    """Return why pages of this store cannot be closed here, or None."""
     return refuses_layout(store.layout) or refuses_writing(k, store)
 
 
@@ -36,7 +36,8 @@ def refuses_layout(layout: PageLayout) -> str | None:
 
 
 def require_basis(store: PageStore) -> None:
-    """
+    """Require the basis of a store's keys.
+
     Raises:
         DataError: a store without the basis of its keys.
     """

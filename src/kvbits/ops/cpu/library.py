@@ -1,4 +1,4 @@
-"""Loads libkvbits_cpu.so and mirrors its C structs (csrc/kvbits_cpu.h).
+"""Loader of libkvbits_cpu.so, and mirrors of its C structs (csrc/kvbits_cpu.h).
 
 The library holds one set of kernels ("tier") per instruction set: avx512 (VNNI), avx2, neon, generic. It takes the best
 one that the machine can run; the environment variable KVBITS_CPU_TIER forces one, and KVBITS_CPU_LIBRARY names another
@@ -173,7 +173,7 @@ def _candidates() -> list[Path]:
 
 @functools.cache
 def _open() -> tuple[ctypes.CDLL | None, str]:
-    """(library, "") or (None, why not)."""
+    """Return (library, "") or (None, why not)."""
     candidates = _candidates()
     path = next((p for p in candidates if p.is_file()), None)
     if path is None and os.environ.get("KVBITS_CPU_LIBRARY"):
@@ -212,7 +212,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
 
 
 def openmp_parallel() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime that torch is linked to, or None."""
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch is linked to, or None."""
     found = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
     try:
         # symbols of its dependencies too, whatever they are called
@@ -223,7 +223,7 @@ def openmp_parallel() -> int | None:
 
 
 def unavailable() -> str | None:
-    """Say why there are no CPU kernels here, or None when there are.
+    """Return why there are no CPU kernels here, or None when there are.
 
     Raises:
         UnsupportedError: there are none, and a variable asks for some; everything would take the reference, many times
@@ -236,7 +236,7 @@ def unavailable() -> str | None:
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library.
+    """Return the loaded library.
 
     Raises:
         UnsupportedError: it was not built, cannot be loaded, or KVBITS_CPU_TIER names a tier that cannot run here.
@@ -248,12 +248,12 @@ def library() -> ctypes.CDLL:
 
 
 def tier() -> str:
-    """Name of the instruction set in use."""
+    """Return the name of the instruction set in use."""
     return library().kvbits_tier().decode()
 
 
 def set_tier(name: str) -> None:
-    """Switches to another instruction set, for tests and benchmarks.
+    """Switch to another instruction set, for tests and benchmarks.
 
     Raises:
         UnsupportedError: this machine or build cannot run it.
@@ -265,6 +265,6 @@ def set_tier(name: str) -> None:
 
 
 def check(code: int) -> None:
-    """Turns a return code of the library into an exception."""
+    """Turn a return code of the library into an exception."""
     if code:
         raise UnsupportedError(f"CPU kernels: {library().kvbits_error(code).decode()}")

@@ -22,7 +22,7 @@ _Status = ctypes.c_int32 * STATUS_FIELDS
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say why tokens are not stored here, or None."""
+    """Return why tokens are not stored here, or None."""
     if device.type != "cpu":
         return f"the tokens are on {device}, not on the CPU"
     if dtype not in TORCH_NUMBERS:

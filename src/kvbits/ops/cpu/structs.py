@@ -1,4 +1,4 @@
-"""Builds the C structs of page stores (encoders of `descriptor.Side`), checks every buffer they point to, and keeps
+"""Builders of the C structs of page stores (encoders of `descriptor.Side`), which check every buffer, and keep
 them.
 
 A struct is built once per `PageStore` and kept on the object itself, for all that read and write its pages.
@@ -22,7 +22,7 @@ MAX_QUERY_GROUP = 64
 
 
 def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
-    """Say why keys and values like k cannot be written by the kernels where this store's pages are, or None."""
+    """Return why keys and values like k cannot be written by the kernels where this store's pages are, or None."""
     if k.device.type != "cpu" or store.device.type != "cpu":
         return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
     if reason := unavailable():
@@ -33,7 +33,7 @@ def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
 
 
 def refuses_layout(layout: PageLayout) -> str | None:
-    """Say why the kernels cannot read or write pages of this layout, or None."""
+    """Return why the kernels cannot read or write pages of this layout, or None."""
     for name in ("head_dim", "value_head_dim"):
         if (d := getattr(layout, name)) % 8 or d > MAX_HEAD_DIM:
             return f"{name}={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
@@ -63,7 +63,7 @@ def refuses_layout(layout: PageLayout) -> str | None:
 def _given(
     static: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], meaning: str, keep: list[torch.Tensor]
 ) -> torch.Tensor:
-    """A calibrated tensor, fp32 on the host, kept alive."""
+    """Return a calibrated tensor, fp32 on the host, kept alive."""
     given = static.get(name)
     if given is None or tuple(given.shape) != shape:
         got = "nothing" if given is None else f"shape {tuple(given.shape)}"
@@ -73,7 +73,7 @@ def _given(
 
 
 def _encoded(side: Side) -> TensorStruct:
-    """The C struct of a side without what lies outside of its pages."""
+    """Return the C struct of a side without what lies outside of its pages."""
     t = TensorStruct(
         format=side.format,
         raw_dtype=side.dtype,
@@ -93,7 +93,7 @@ def _encoded(side: Side) -> TensorStruct:
 
 
 def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep: list[torch.Tensor]) -> TensorStruct:
-    """Keys ("k") or values ("v"), with what the layer's pages share kept alive."""
+    """Return keys ("k") or values ("v"), with what the layer's pages share kept alive."""
     side, d, heads = describe(layout, kind), layout.dim(kind), layout.num_kv_heads
     t = _encoded(side)
     if side.scale == STATIC:
@@ -121,7 +121,7 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
 
 
 def store_struct(store: PageStore) -> StoreStruct:
-    """The C view of a page store, checked and kept on the store.
+    """Return the C view of a page store, checked and kept on the store.
 
     Raises:
         DataError: a slab that is not what its layout says.
@@ -150,7 +150,7 @@ def store_struct(store: PageStore) -> StoreStruct:
 
 
 def _slabs(store: PageStore) -> tuple[np.ndarray, np.ndarray, int]:
-    """(address of each slab, pages of each, page stride in bytes), checked."""
+    """Return (address of each slab, pages of each, page stride in bytes), checked."""
     layout = store.layout
     strides = {s.stride(0) for s in store.slabs if s.shape[0] > 1}
     for slab in store.slabs:

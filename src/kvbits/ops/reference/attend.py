@@ -27,7 +27,7 @@ PAGES_PER_STEP = 16
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
-    """Say why such a plan is not served here, or None."""
+    """Return why such a plan is not served here, or None."""
     if options["device"].type != "cpu" and not options["may_wait"]:
         return f"it would wait for {options['device']} at every step"
     return None
@@ -82,16 +82,16 @@ class PageList:
         return cls(indptr, ids, np.ascontiguousarray(starts), lengths.astype(np.int32))
 
     def within(self, num_pages: int) -> np.ndarray:
-        """int64 [N]: page numbers of a pool of so many pages."""
+        """Return int64 [N]: page numbers of a pool of so many pages."""
         return np.minimum(self.page_ids.astype(np.uint64), num_pages - 1).astype(np.int64)
 
     def of_sequence(self, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Page numbers, starts and lengths of one sequence."""
+        """Return page numbers, starts and lengths of one sequence."""
         its = slice(self.indptr[b], self.indptr[b + 1])
         return self.page_ids[its], self.starts[its], self.lengths[its]
 
     def newest(self) -> np.ndarray:
-        """int64 [B]: position after the newest token of each sequence; 0 for none."""
+        """Return int64 [B]: position after the newest token of each sequence; 0 for none."""
         found = np.zeros(len(self.indptr) - 1, np.int64)
         np.maximum.at(found, np.repeat(np.arange(len(found)), np.diff(self.indptr)), self.starts + self.lengths)
         return found
@@ -102,7 +102,7 @@ def _host(x: torch.Tensor) -> np.ndarray:
 
 
 def query_positions(lists: Sequence[PageList], num_queries: int, query_lens: torch.Tensor | None) -> torch.Tensor:
-    """int64 [B, num_queries]: positions of the newest tokens of page lists, -1 for padding."""
+    """Return int64 [B, num_queries]: positions of the newest tokens of page lists, -1 for padding."""
     newest = np.maximum.reduce([x.newest() for x in lists])[:, None]
     count = np.full((1, 1), num_queries) if query_lens is None else _host(query_lens)[:, None].clip(0, num_queries)
     index = np.arange(num_queries)
@@ -127,7 +127,8 @@ class HostPlan:
         self._lists, self._positions = lists, at
 
     def _check(self, q: torch.Tensor, layer: int, layers: Mapping[int, Any]) -> None:
-        """
+        """Check queries and layers against the plan.
+
         Raises:
             DataError: queries of another shape or elsewhere than planned, a layer without pages, no lengths.
         """
@@ -221,7 +222,7 @@ def judge(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every query over the pages of its sequence.
+    """Return attention of every query over the pages of its sequence.
 
     Args:
         q: [B, T, Hq, D].
@@ -300,7 +301,7 @@ class _Queries:
         self._in_frame: dict[int, torch.Tensor] = {}
 
     def dot(self, k: torch.Tensor, page_of: np.ndarray) -> torch.Tensor:
-        """[H, n, tokens] with keys [H, tokens, D] of the pages `page_of` [tokens], entries of the page list."""
+        """Return [H, n, tokens] with keys [H, tokens, D] of the pages `page_of` [tokens], entries of the page list."""
         basis = self.store.layout.key.basis
         if basis != "calibrated":
             return (hadamard(self.rows) if basis == "hadamard" else self.rows) @ k.transpose(-1, -2)
@@ -325,7 +326,7 @@ class _Queries:
 def _steps(
     store: PageStore, pages: PageList, b: int, dtype: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]]:
-    """[H, n, D] keys and values of a few pages at a time, dequantized in the basis that they are stored in, their
+    """Yield [H, n, D] keys and values of a few pages at a time, dequantized in the basis that they are stored in, their
     positions [n] and their entries in the page list [n].
     """
     layout, page_ids = store.layout, pages.within(store.num_pages)

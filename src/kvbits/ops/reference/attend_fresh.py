@@ -28,7 +28,7 @@ def attend_fresh(
     softcap: float | None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a chunk to itself (see `chunk_attention`), computed and returned in `dtype`.
+    """Return causal attention of a chunk to itself (see `chunk_attention`), computed and returned in `dtype`.
 
     Raises:
         DataError: tensors that do not fit together.
@@ -80,8 +80,8 @@ def _block(
     sliding_window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [b, heads, group, n, D], lse [b, heads, group, n]) of queries [b, heads, group, n, D], tokens `first` .. of
-    the chunk.
+    """Return (out [b, heads, group, n, D], lse [b, heads, group, n]) of queries [b, heads, group, n, D], tokens `first`
+    .. of the chunk.
     """
     group, n = q.shape[2:4]
     end = first + n
@@ -111,8 +111,8 @@ def masked(
     scaling: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a chunk to itself in another order than the causal one, in float32: out [B, T, Hq, D] and lse [B, T,
-    Hq], 0 and -inf where nothing is seen.
+    """Return attention of a chunk to itself in another order than the causal one, in float32: out [B, T, Hq, D] and lse
+    [B, T, Hq], 0 and -inf where nothing is seen.
 
     Args:
         q, k, v, positions, scaling, softcap: see `chunk_attention`.

@@ -71,7 +71,7 @@ def encode(
 
 
 def _stretch(x: torch.Tensor, spec: QuantSpec, qparams: QParams, outside: torch.Tensor) -> torch.Tensor:
-    """Factor per token [n, H, tokens] that brings its furthest unlisted element just inside, 1 where none is
+    """Return the factor per token [n, H, tokens] that brings its furthest unlisted element just inside, 1 where none is
     outside.
     """
     away = x if qparams.bias is None else x - expand(qparams.bias, spec, x.shape[-1])
@@ -86,7 +86,7 @@ def close_pages(
     static: dict[str, torch.Tensor] | None = None,
     starts: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, dict[str, int]]:
-    """Pages of n x page_size tokens.
+    """Return pages of n x page_size tokens.
 
     Args:
         k, v: finite [n, H, page_size, head_dim], any float dtype.
@@ -134,7 +134,7 @@ def rows_as_stored(
     starts: np.ndarray | None,
     places: np.ndarray | None = None,
 ) -> torch.Tensor:
-    """Keys or values of pages as they are stored: float32, turned back or in their basis where the spec says so.
+    """Return keys or values of pages as they are stored: float32, turned back or in their basis where the spec says so.
 
     Arguments as of `close_pages`; `places` int64 [n, tokens] where x [n, H, tokens, head_dim] are not whole pages.
     """
@@ -149,7 +149,7 @@ def rows_as_stored(
 
 
 def encode_side(as_stored: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor]) -> Encoded:
-    """Codes of keys ("k") or values ("v") of pages, given as they are stored."""
+    """Return codes of keys ("k") or values ("v") of pages, given as they are stored."""
     known = (
         QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias"))
         if spec.static and f"{kind}_scale" in static

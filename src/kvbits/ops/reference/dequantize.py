@@ -15,8 +15,8 @@ from ...spec import PageLayout
 
 
 def section(pages: torch.Tensor, layout: PageLayout, name: str) -> torch.Tensor:
-    """One section of pages [..., H, head_bytes] as its own dtype, [..., H, *section shape] (a view where alignment
-    allows).
+    """Return one section of pages [..., H, head_bytes] as its own dtype, [..., H, *section shape] (a view where
+    alignment allows).
     """
     s = layout.sections[name]
     raw = pages[..., s.offset : s.offset + s.nbytes]
@@ -24,7 +24,7 @@ def section(pages: torch.Tensor, layout: PageLayout, name: str) -> torch.Tensor:
 
 
 def stored_qparams(pages: torch.Tensor, layout: PageLayout, kind: str, static: dict[str, torch.Tensor]) -> QParams:
-    """Parameters of keys ("k") or values ("v") of pages [..., H, head_bytes], float32."""
+    """Return parameters of keys ("k") or values ("v") of pages [..., H, head_bytes], float32."""
 
     def read(name: str) -> torch.Tensor | None:
         full = f"{kind}_{name}"
@@ -39,7 +39,7 @@ def stored_qparams(pages: torch.Tensor, layout: PageLayout, kind: str, static: d
 
 
 def require_starts(starts: np.ndarray | None, num_pages: int) -> np.ndarray:
-    """int64 [num_pages]: `starts`, checked. Raises DataError where there are none or too few."""
+    """Return int64 [num_pages]: `starts`, checked. Raises DataError where there are none or too few."""
     if starts is None or len(starts) != num_pages:
         got = "no" if starts is None else len(starts)
         raise DataError(
@@ -57,7 +57,7 @@ def dequantize_pages(
     starts: np.ndarray | None = None,
     in_basis: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [n, H, page_size, head_dim] of pages uint8 [n, H, head_bytes], computed in `dtype`.
+    """Return keys and values [n, H, page_size, head_dim] of pages uint8 [n, H, head_bytes], computed in `dtype`.
 
     Args:
         starts: [n] position of each page's first token, to which keys that were turned back are turned.
@@ -95,7 +95,7 @@ def dequantize_pages(
 
 
 def page_codes(pages: torch.Tensor, layout: PageLayout, kind: str) -> torch.Tensor:
-    """Codes uint8 [n, H, page_size, head_dim] of keys ("k") or values ("v") of pages [n, H, head_bytes]."""
+    """Return codes uint8 [n, H, page_size, head_dim] of keys ("k") or values ("v") of pages [n, H, head_bytes]."""
     spec = layout.key if kind == "k" else layout.value
     planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(spec.planes(layout.dim(kind))))]
     return unpack_side(planes, spec, kind, layout.page_size, layout.dim(kind))

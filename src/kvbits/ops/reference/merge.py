@@ -13,7 +13,7 @@ import torch
 def merge_partials(
     outs: list[torch.Tensor], lses: list[torch.Tensor], *, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of key sets.
+    """Return attention over the union of key sets.
 
     Args:
         outs: each [..., head_dim]; others than the first may be 1 where it is more.
@@ -44,7 +44,7 @@ def sink_part(logit: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[t
 
 
 def add_sink_logit(out: torch.Tensor, lse: torch.Tensor, logit: torch.Tensor) -> torch.Tensor:
-    """Attention with one more key of score `logit` and value 0 (the learned sinks of gpt-oss).
+    """Return attention with one more key of score `logit` and value 0 (the learned sinks of gpt-oss).
 
     Args:
         out: [B, T, Hq, head_dim]; lse: [B, T, Hq]; logit: [Hq].

@@ -20,7 +20,7 @@ from .dequantize import dequantize_pages, section
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say why tokens are not stored here, or return None."""
+    """Return why tokens are not stored here, or None."""
     return None if layout.token_local else "its pages close whole: use the op close_pages, or a token-local layout"
 
 
@@ -86,7 +86,7 @@ class _Tokens:
         return self.k if kind == "k" else self.v
 
     def write(self, to: PageStore) -> list[int]:
-        """Everything is computed before a byte is written. Returns what was found, as `status` has it."""
+        """Compute everything before a byte is written. Return what was found, as `status` has it."""
         sides: list[tuple[str, QuantSpec, torch.Tensor, dict[str, torch.Tensor], dict[int, torch.Tensor]]] = []
         layout, found = to.layout, [0] * STATUS_FIELDS
         for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))):
@@ -127,8 +127,8 @@ class _Tokens:
     def _encoded(
         self, kind: str, spec: QuantSpec, to: PageStore
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[int, torch.Tensor], int]:
-        """Codes [n, H, D] of a side, what is stored beside them, means of the pages that open, and how many elements
-        were clamped.
+        """Return codes [n, H, D] of a side, what is stored beside them, means of the pages that open, and how many
+        elements were clamped.
         """
         x = rows_as_stored(self.side(kind).unsqueeze(-2), spec, to.static, self.starts, self.places[:, None]).squeeze(
             -2
@@ -144,7 +144,7 @@ class _Tokens:
         return found.codes.squeeze(-2), stored, means, found.saturated
 
     def _by_page(self) -> list[tuple[int, np.ndarray]]:
-        """(page, its tokens by place) of each page in the call."""
+        """Return (page, its tokens by place) of each page in the call."""
         if not len(self.pages):
             return []
         order = np.lexsort((self.places, self.pages))
@@ -152,7 +152,7 @@ class _Tokens:
         return list(zip(found.tolist(), np.split(order, first[1:]), strict=True))
 
     def means(self, kind: str, spec: QuantSpec, to: PageStore) -> dict[int, torch.Tensor]:
-        """Means [H, D], float32, of the pages that open in this call, by page.
+        """Return means [H, D], float32, of the pages that open in this call, by page.
 
         Raises:
             ScaleOverflowError: one overflows its storage dtype.
@@ -178,7 +178,7 @@ class _Tokens:
         return opened
 
     def _mean_of_each(self, kind: str, to: PageStore, opened: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The mean of each token's page, [n, H, D]: of pages that open in this call, else the stored one."""
+        """Return the mean of each token's page, [n, H, D]: of pages that open in this call, else the stored one."""
         x = self.side(kind)
         each = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         for page_id, index in self._by_page():
@@ -197,7 +197,7 @@ def _tokens_of(
     previous: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> _Tokens:
-    """The tokens that slots name, of arguments of `store`."""
+    """Return the tokens that slots name, of arguments of `store`."""
     at, size = slots.cpu().numpy(), pages.layout.page_size
     stored = np.flatnonzero((at >= 0) & (at < pages.num_pages * size))
     before, first = (
@@ -211,7 +211,7 @@ def _tokens_of(
 
 
 def _zero_padding(page: torch.Tensor, layout: PageLayout) -> None:
-    """Bytes of a page that belong to no section."""
+    """Set to zero the bytes of a page that belong to no section."""
     free = torch.ones(layout.head_bytes, dtype=torch.bool, device="cpu")
     for s in layout.sections.values():
         free[s.offset : s.offset + s.nbytes] = False
@@ -228,7 +228,7 @@ def _write(
     stored: dict[str, torch.Tensor],
     mean: torch.Tensor | None,
 ) -> None:
-    """Raw numbers or codes x [n, H, D] and their parameters to the places [n] of a page."""
+    """Write raw numbers or codes x [n, H, D] and their parameters to the places [n] of a page."""
     if spec.is_raw:
         raw = section(page, layout, f"{kind}_raw")
         raw[:, places] = x.transpose(0, 1).to(raw.dtype)

@@ -11,12 +11,12 @@ from .dequantize import dequantize_pages
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say why rows are not unpacked here, or None."""
+    """Return why rows are not unpacked here, or None."""
     return None if device.type == "cpu" else f"the pages are on {device}; the reference reads page numbers on the host"
 
 
 def within(page_ids: torch.Tensor, num_pages: int) -> torch.Tensor:
-    """int64 [n]: page numbers, of which one that the pool has not (a negative one, too) is the last page's."""
+    """Return int64 [n]: page numbers, of which one that the pool has not (a negative one, too) is the last page's."""
     return page_ids.to(torch.int64, copy=True).bitwise_and_(0xFFFFFFFF).clamp_(max=num_pages - 1)
 
 
