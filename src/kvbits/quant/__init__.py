@@ -1,1 +1,3 @@
-"""HOW numbers become codes: plain PyTorch, one small module per step. The reference every kernel is compared with."""
+"""Quantization of numbers to codes: plain PyTorch, one small module per step. The reference every kernel is compared
+with.
+"""

@@ -52,7 +52,7 @@ _of_widths = WeakIdKeyDictionary()
 
 
 def frames(starts: np.ndarray) -> np.ndarray:
-    """int64 [n]: the position that pages whose first tokens are at `starts` [n] are turned back by."""
+    """Return int64 [n]: the position that pages whose first tokens are at `starts` [n] are turned back by."""
     return np.ascontiguousarray(starts, np.int64) // FRAME * FRAME
 
 
@@ -63,7 +63,7 @@ def into_basis(
     starts: np.ndarray | None,
     places: np.ndarray | None = None,
 ) -> torch.Tensor:
-    """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as trellis codes store them, float32: by
+    """Return keys or values `x` [n, H, tokens, head_dim], float32, of pages as trellis codes store them, float32: by
     definition products in float64, rounded, less offsets in float32.
 
     Args:
@@ -87,8 +87,8 @@ def into_basis(
 def out_of_basis(
     y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None
 ) -> torch.Tensor:
-    """The inverse of `into_basis`, but for offsets, which `y` has again; with `k_inverse` [H, head_dim, head_dim], see
-    `inverse`.
+    """Return the inverse of `into_basis`, but for offsets, which `y` has again; with `k_inverse` [H, head_dim,
+    head_dim], see `inverse`.
     """
     if spec.basis == "hadamard":
         return hadamard(y)
@@ -111,7 +111,7 @@ def completed(static: dict[str, torch.Tensor], inv_freq: torch.Tensor) -> dict[s
 
 
 def for_widths(basis: torch.Tensor, was: QuantSpec, spec: QuantSpec) -> torch.Tensor:
-    """`k_basis` [H, D, D] of keys of `spec`, from that of keys `was`, whose bands have other widths: the same
+    """Return `k_basis` [H, D, D] of keys of `spec`, from that of keys `was`, whose bands have other widths: the same
     directions in other steps. Made once for a tensor.
     """
     size = basis.shape[-1]
@@ -136,8 +136,8 @@ def for_copies(static: dict[str, torch.Tensor], own: QuantSpec, copy: QuantSpec)
 
 
 def offset_rows(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """int64: which of the `OFFSETS` a token has by its page's first position and its place in the page (arrays that
-    broadcast).
+    """Return int64: which of the `OFFSETS` a token has by its page's first position and its place in the page (arrays
+    that broadcast).
     """
     runs = (starts % FRAME + places // MEAN_STEP * MEAN_STEP) // MEAN_STEP
     return np.where(starts + places == 0, OFFSETS - 1, np.minimum(runs, OFFSETS - 2))
@@ -146,7 +146,7 @@ def offset_rows(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
 def offsets_of(
     static: dict[str, torch.Tensor], starts: np.ndarray, tokens: int, places: np.ndarray | None = None
 ) -> torch.Tensor:
-    """float32 [n, H, tokens, head_dim]: what is taken off each token of pages that start at `starts` int64 [n];
+    """Return float32 [n, H, tokens, head_dim]: what is taken off each token of pages that start at `starts` int64 [n];
     `places` as in `into_basis`.
     """
     rows = offset_rows(starts[:, None], np.arange(tokens)[None] if places is None else places)
@@ -154,7 +154,7 @@ def offsets_of(
 
 
 def offsets(mean: torch.Tensor, basis: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """float32 `k_offsets` [H, 33, head_dim] of float16 numbers, from `k_mean` [H, 2, head_dim] (M, K0) and
+    """Return float32 `k_offsets` [H, 33, head_dim] of float16 numbers, from `k_mean` [H, 2, head_dim] (M, K0) and
     `k_basis`.
     """
     at = torch.arange(0, FRAME, MEAN_STEP, device="cpu")
@@ -165,10 +165,10 @@ def offsets(mean: torch.Tensor, basis: torch.Tensor, inv_freq: torch.Tensor) -> 
 
 
 def inverse(basis: torch.Tensor) -> torch.Tensor:
-    """float32 inverse of `k_basis` [H, head_dim, head_dim], what readers multiply with, q_f A^-T = q_f @ inverse(A).mT:
-    taken in float64 and rounded to float16 numbers times a power of two for each head, which matrix units multiply as
-    they are. Exact for what calibration keeps (`with_short_inverse`); other matrices lose 2**-12 of each product, an
-    eighth of what bfloat16 keys lose.
+    """Return float32 inverse of `k_basis` [H, head_dim, head_dim], what readers multiply with, q_f A^-T = q_f @
+    inverse(A).mT: taken in float64 and rounded to float16 numbers times a power of two for each head, which matrix
+    units multiply as they are. Exact for what calibration keeps (`with_short_inverse`); other matrices lose 2**-12 of
+    each product, an eighth of what bfloat16 keys lose.
 
     Made once for a tensor, since every cache of a calibration asks for it. Not finite where a matrix is singular
     (`conditions` says so).
@@ -179,28 +179,28 @@ def inverse(basis: torch.Tensor) -> torch.Tensor:
 
 
 def with_short_inverse(basis: torch.Tensor) -> torch.Tensor:
-    """float32 [H, head_dim, head_dim]: `basis` moved, by 2**-12 of its inverse, to where `inverse` rounds
+    """Return float32 [H, head_dim, head_dim]: `basis` moved, by 2**-12 of its inverse, to where `inverse` rounds
     nothing off.
     """
     return torch.linalg.inv_ex(_short(torch.linalg.inv_ex(basis.double()).inverse)).inverse.float().contiguous()
 
 
 def _short(found: torch.Tensor) -> torch.Tensor:
-    """float64 [H, head_dim, head_dim] rounded to float16 numbers times a power of two for each head."""
+    """Return float64 [H, head_dim, head_dim] rounded to float16 numbers times a power of two for each head."""
     unit = torch.exp2(torch.floor(torch.log2(found.abs().amax((1, 2), keepdim=True).clamp(min=1e-30))))
     return (found / unit).half().double() * unit
 
 
 def conditions(basis: torch.Tensor) -> torch.Tensor:
-    """[H]: condition numbers in the Frobenius norm over head_dim, at least 1; infinite where a matrix is singular or
-    holds what is no number.
+    """Return [H]: condition numbers in the Frobenius norm over head_dim, at least 1; infinite where a matrix is
+    singular or holds what is no number.
     """
     found = basis.double().flatten(1).norm(dim=1) * inverse(basis).double().flatten(1).norm(dim=1) / basis.shape[-1]
     return found.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """`x` [..., head_dim] times the Hadamard matrix, its own inverse."""
+    """Return `x` [..., head_dim] times the Hadamard matrix, its own inverse."""
     stride, size = 1, x.shape[-1] & -x.shape[-1]
     while stride < size:
         a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
@@ -210,5 +210,5 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(starts: np.ndarray) -> torch.Tensor:
-    """[n, 1, 1]: the same turn for all heads and tokens of a page."""
+    """Return [n, 1, 1]: the same turn for all heads and tokens of a page."""
     return torch.from_numpy(frames(starts))[:, None, None]

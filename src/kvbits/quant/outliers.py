@@ -17,7 +17,7 @@ _FIRST = 2.0**64  # ranks any element past the ends before any inside
 
 
 def trimmed_ends(groups: torch.Tensor, num_outliers: int, high_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ends of each group's range without the `num_outliers` elements of the page that widen the ranges most.
+    """Return ends of each group's range without the `num_outliers` elements of the page that widen the ranges most.
 
     Elements leave a group one at a time, always the end that is further from its neighbour (the high one if equal).
     What leaving wins is the difference of the squared widths; no later leaving counts more than the one before it. The
@@ -60,7 +60,7 @@ def trimmed_ends(groups: torch.Tensor, num_outliers: int, high_only: bool = Fals
 
 
 def worst(error: torch.Tensor, outside: torch.Tensor, num_outliers: int) -> torch.Tensor:
-    """Indices token * head_dim + channel, int64 [..., num_outliers] ascending, of the elements a page lists.
+    """Return indices token * head_dim + channel, int64 [..., num_outliers] ascending, of the elements a page lists.
 
     Args:
         error: |x - dense value|, float32 [..., tokens, head_dim].
@@ -72,8 +72,8 @@ def worst(error: torch.Tensor, outside: torch.Tensor, num_outliers: int) -> torc
 
 
 def _largest(x: torch.Tensor, n: int) -> torch.Tensor:
-    """bool like x: the n largest of the last dimension, of equal ones the first. (A stable sort of a page takes ten
-    times as long.)
+    """Return bool like x: the n largest of the last dimension, of equal ones the first. (A stable sort of a page takes
+    ten times as long.)
     """
     x = x.nan_to_num(nan=torch.inf)  # what widths beyond float32 win over others
     least = x.topk(min(n, x.shape[-1]), sorted=False).values.amin(-1, keepdim=True)

@@ -24,7 +24,7 @@ from ..spec import (
 
 
 def pack(codes: torch.Tensor, fmt: NumberFormat, kind: str) -> list[torch.Tensor]:
-    """Stored bytes of each plane, [..., tokens * row_bytes].
+    """Return stored bytes of each plane, [..., tokens * row_bytes].
 
     Args:
         codes: uint8 [..., tokens, head_dim]; tokens a multiple of 16 for keys and of 8 for values.
@@ -34,7 +34,7 @@ def pack(codes: torch.Tensor, fmt: NumberFormat, kind: str) -> list[torch.Tensor
 
 
 def unpack(planes: list[torch.Tensor], fmt: NumberFormat, kind: str, tokens: int, head_dim: int) -> torch.Tensor:
-    """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane."""
+    """Return codes uint8 [..., tokens, head_dim] from the stored bytes of each plane."""
     codes = None
     for plane, bits in zip(planes, fmt.planes, strict=True):
         row_bytes = plane_row_bytes(head_dim, bits)
@@ -51,8 +51,8 @@ def unpack(planes: list[torch.Tensor], fmt: NumberFormat, kind: str, tokens: int
 
 @functools.lru_cache(maxsize=64)
 def plane_fields(widths: tuple[int, ...], head_dim: int) -> tuple[tuple[int, torch.Tensor, torch.Tensor], ...]:
-    """(bits, channels int64 [n], shifts uint8 [n]) of each stored plane of trellis codes: number j of a token's row is
-    (code of channel j >> shift j) & (2**bits - 1).
+    """Return (bits, channels int64 [n], shifts uint8 [n]) of each stored plane of trellis codes: number j of a token's
+    row is (code of channel j >> shift j) & (2**bits - 1).
     """
     found = []
     for bits in BAND_PLANES:
@@ -67,7 +67,7 @@ def plane_fields(widths: tuple[int, ...], head_dim: int) -> tuple[tuple[int, tor
 def unpack_trellis(
     planes: list[torch.Tensor], widths: tuple[int, ...], kind: str, tokens: int, head_dim: int
 ) -> torch.Tensor:
-    """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane; 0 in bands without bits."""
+    """Return codes uint8 [..., tokens, head_dim] from the stored bytes of each plane; 0 in bands without bits."""
     codes = torch.zeros(*planes[0].shape[:-1], tokens, head_dim, dtype=torch.uint8, device=planes[0].device)
     for plane, (bits, channels, shifts) in zip(planes, plane_fields(widths, head_dim), strict=True):
         row_bytes = plane_row_bytes(len(channels), bits)
@@ -80,12 +80,14 @@ def unpack_trellis(
 
 
 def pack_side(codes: torch.Tensor, spec: QuantSpec, kind: str) -> list[torch.Tensor]:
-    """Stored bytes of each plane of keys ("k") or values ("v") of a format; codes uint8 [..., tokens, head_dim]."""
+    """Return stored bytes of each plane of keys ("k") or values ("v") of a format; codes uint8 [..., tokens,
+    head_dim].
+    """
     return [_interleave(rows, kind) for rows in rows_of_planes(codes, spec, kind)]
 
 
 def rows_of_planes(codes: torch.Tensor, spec: QuantSpec, kind: str) -> list[torch.Tensor]:
-    """uint8 [..., row_bytes] of each plane, before rows are interleaved; codes uint8 [..., head_dim].
+    """Return uint8 [..., row_bytes] of each plane, before rows are interleaved; codes uint8 [..., head_dim].
 
     A plane of trellis codes holds the channels of the bands that have it, side by side; of keys ("k") word by word.
     """
@@ -100,7 +102,7 @@ def rows_of_planes(codes: torch.Tensor, spec: QuantSpec, kind: str) -> list[torc
 
 
 def _rows_of_fields(codes: torch.Tensor, fmt: NumberFormat) -> list[torch.Tensor]:
-    """The same of codes that all have the planes of a format."""
+    """Return the same of codes that all have the planes of a format."""
     below = [sum(fmt.planes[i + 1 :]) for i in range(len(fmt.planes))]
     return [pack_rows((codes >> shift) & (2**bits - 1), bits) for bits, shift in zip(fmt.planes, below, strict=True)]
 
@@ -110,14 +112,15 @@ def _interleave(rows: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def unpack_side(planes: list[torch.Tensor], spec: QuantSpec, kind: str, tokens: int, head_dim: int) -> torch.Tensor:
-    """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane of keys or values of a format."""
+    """Return codes uint8 [..., tokens, head_dim] from the stored bytes of each plane of keys or values of a format."""
     if spec.is_trellis:
         return unpack_trellis(planes, spec.widths(head_dim), kind, tokens, head_dim)
     return unpack(planes, spec.number_format, kind, tokens, head_dim)
 
 
 def row_positions(tokens: int, row_bytes: int, kind: str) -> torch.Tensor:
-    """int64 [tokens, row_bytes]: where a stored plane of keys ("k") or values ("v") has each byte of each token's row.
+    """Return int64 [tokens, row_bytes]: where a stored plane of keys ("k") or values ("v") has each byte of each
+    token's row.
 
     No two tokens share a byte.
     """
@@ -126,8 +129,8 @@ def row_positions(tokens: int, row_bytes: int, kind: str) -> torch.Tensor:
 
 
 def pack_rows(fields: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [..., head_dim] of values below 2**bits -> uint8 [..., row_bytes]; field i of byte r is channel r + i *
-    row_bytes.
+    """Return uint8 [..., head_dim] of values below 2**bits -> uint8 [..., row_bytes]; field i of byte r is channel r +
+    i * row_bytes.
     """
     row_bytes = plane_row_bytes(fields.shape[-1], bits)
     per_byte = 8 // bits
@@ -141,7 +144,7 @@ def pack_rows(fields: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_rows(rows: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
-    """Inverse of `pack_rows`."""
+    """Return the inverse of `pack_rows`."""
     if bits == 8:
         return rows[..., :head_dim]
     parts = [(rows >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)]
@@ -180,7 +183,7 @@ def _token_order(tokens: int, device: torch.device) -> torch.Tensor:
 
 
 def _value_blocks(row_bytes: int) -> list[tuple[int, int]]:
-    """(first byte, width) of each block of a row."""
+    """Return (first byte, width) of each block of a row."""
     return [(r, min(VALUE_BLOCK, row_bytes - r)) for r in range(0, row_bytes, VALUE_BLOCK)]
 
 

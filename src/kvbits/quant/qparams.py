@@ -69,7 +69,7 @@ class QParams:
 def choose_qparams(
     x: torch.Tensor, spec: QuantSpec, static: QParams | None = None, codebook: torch.Tensor | None = None
 ) -> QParams:
-    """Parameters for `x`: [..., tokens, head_dim] float32, one page per leading index.
+    """Return parameters for `x`: [..., tokens, head_dim] float32, one page per leading index.
 
     Args:
         static: calibrated parameters, [num_kv_heads, groups or channels]; used as they are when `spec.static`.
@@ -105,7 +105,7 @@ def choose_qparams(
 
 
 def _ends(groups: torch.Tensor, spec: QuantSpec, num_outliers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(smallest, largest) element of each group, a page's `num_outliers` worst ones left out."""
+    """Return (smallest, largest) element of each group, a page's `num_outliers` worst ones left out."""
     if not num_outliers:
         return groups.amin(-1), groups.amax(-1)
     shape = groups.shape[:-1]
@@ -116,7 +116,7 @@ def _ends(groups: torch.Tensor, spec: QuantSpec, num_outliers: int) -> tuple[tor
 
 
 def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams, kind: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [..., tokens, head_dim], and bool: which elements lie past the ends of the code range.
+    """Return codes uint8 [..., tokens, head_dim], and bool: which elements lie past the ends of the code range.
 
     Args:
         kind: "k" or "v", which trellis codes ask for.
@@ -138,7 +138,7 @@ def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams, kind: str = "")
 
 
 def _nearest(scaled: torch.Tensor, codebook: torch.Tensor | None) -> torch.Tensor:
-    """Numbers of the nearest codebook entries, uint8, ties to the lower: [..., H, tokens, D] with a codebook [H,
+    """Return numbers of the nearest codebook entries, uint8, ties to the lower: [..., H, tokens, D] with a codebook [H,
     entries].
     """
     if codebook is None:
@@ -162,7 +162,7 @@ def _levels(codes: torch.Tensor, spec: QuantSpec, codebook: torch.Tensor | None,
 
 
 def normalize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> torch.Tensor:
-    """(x - mean - bias) / scale / stretch, in the order and precision that codes are taken in."""
+    """Return (x - mean - bias) / scale / stretch, in the order and precision that codes are taken in."""
     if qparams.mean is not None:
         x = x - qparams.mean.unsqueeze(-2)
     if qparams.bias is not None:
@@ -178,8 +178,8 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     kind: str = "",
 ) -> torch.Tensor:
-    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge), without outliers; `kind`
-    as in `quantize`.
+    """Return values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge), without outliers;
+    `kind` as in `quantize`.
     """
     if spec.is_trellis:
         widths, levels = spec.widths(codes.shape[-1]), trellis.LEVELS[spec.levels]
@@ -227,7 +227,7 @@ def expand(s: torch.Tensor, spec: QuantSpec, head_dim: int) -> torch.Tensor:
 
 
 def _grouped(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """View with the elements that share a scale in the last dimension and the scales' own shape before it."""
+    """Return a view with the elements that share a scale in the last dimension and the scales' own shape before it."""
     if isinstance(spec.granularity, PerChannel):
         return x.transpose(-1, -2)
     groups = 1 if isinstance(spec.granularity, PerToken) else spec.num_groups(x.shape[-1])
@@ -235,24 +235,24 @@ def _grouped(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 
 
 def divided(x: torch.Tensor, number: float) -> torch.Tensor:
-    """x / number, correctly rounded: on GPUs torch multiplies by the reciprocal of a Python number, which is off in the
-    last bit of some quotients.
+    """Return x / number, correctly rounded: on GPUs torch multiplies by the reciprocal of a Python number, which is off
+    in the last bit of some quotients.
     """
     return x / torch.tensor(float(number), dtype=x.dtype, device=x.device)
 
 
 def stored(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Numbers that `dtype` can hold, float32, as a page's section of it takes them."""
+    """Return numbers that `dtype` can hold, float32, as a page's section of it takes them."""
     return scales.scale_codes(x).to(torch.uint8) if dtype == SCALE_8BIT else x
 
 
 def read(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """float32 numbers of a page's section of `dtype`."""
+    """Return float32 numbers of a page's section of `dtype`."""
     return scales.scale_values(x) if dtype == SCALE_8BIT else x.float()
 
 
 def largest(dtype: str) -> float:
-    """Number of a storage dtype of scales."""
+    """Return the largest number of a storage dtype of scales."""
     return (
         float(scales.scale_values(torch.tensor(scales.LARGEST_CODE, device="cpu")))
         if dtype == SCALE_8BIT
@@ -261,7 +261,7 @@ def largest(dtype: str) -> float:
 
 
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """`x` as a storage dtype holds it, in float32. Raises ScaleOverflowError where it overflows."""
+    """Return `x` as a storage dtype holds it, in float32. Raises ScaleOverflowError where it overflows."""
     y = x.to(TORCH_DTYPES[dtype]).float()
     if not bool(torch.isfinite(y).all()):
         raise ScaleOverflowError(
@@ -272,7 +272,7 @@ def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Scales as a storage dtype holds them, in float32: subnormal ones of float16 rounded up, none below
+    """Return scales as a storage dtype holds them, in float32: subnormal ones of float16 rounded up, none below
     `SMALLEST_SCALE`, 0 included.
     """
     y = rounded(scale, dtype)
@@ -282,8 +282,8 @@ def rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _rounded_down(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Largest value of `dtype` that is not above x; never -0, because which zero of a range is the smallest depends on
-    the order of its elements.
+    """Return the largest value of `dtype` that is not above x; never -0, because which zero of a range is the smallest
+    depends on the order of its elements.
     """
     x = x + 0.0
     y = rounded(x, dtype)

@@ -21,8 +21,8 @@ _PAD = 16
 
 
 def turn(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-    """`x` [..., tokens, head_dim] turned to `positions` [..., tokens] (broadcast over the other dimensions), or back
-    from them.
+    """Return `x` [..., tokens, head_dim] turned to `positions` [..., tokens] (broadcast over the other dimensions), or
+    back from them.
 
     Args:
         inv_freq: [head_dim / 2] radians per token.
@@ -33,7 +33,7 @@ def turn(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, *, ba
 
 
 def turn_by(rotary: Rotary, head_dim: int, distance: int) -> torch.Tensor:
-    """float32 [3, head_dim], how a key is turned on by `distance` positions: channel c becomes x[c] * row0[c] +
+    """Return float32 [3, head_dim], how a key is turned on by `distance` positions: channel c becomes x[c] * row0[c] +
     x[row2[c]] * row1[c].
 
     Channels are the model's own, whatever pairs they form; the angles' cosines and sines are taken in float64.
@@ -48,13 +48,13 @@ def turn_by(rotary: Rotary, head_dim: int, distance: int) -> torch.Tensor:
 
 
 def turned_by(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Keys `x` [..., head_dim], float32, turned on as `turn_by` says."""
+    """Return keys `x` [..., head_dim], float32, turned on as `turn_by` says."""
     return x * turn[0] + x[..., turn[2].long()] * turn[1]
 
 
 def turn_pages_back(x: torch.Tensor, starts: np.ndarray, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Keys `x` [n, H, tokens, head_dim], float32, of pages that start at `starts` int64 [n], turned back from their
-    positions.
+    """Return keys `x` [n, H, tokens, head_dim], float32, of pages that start at `starts` int64 [n], turned back from
+    their positions.
     """
     first, step = (
         torch.from_numpy(t).to(x.device)
@@ -67,7 +67,7 @@ def turn_pages_back(x: torch.Tensor, starts: np.ndarray, inv_freq: torch.Tensor)
 
 
 def page_turns(starts: np.ndarray, inv_freq: torch.Tensor) -> np.ndarray:
-    """Cosines and sines of starts * inv_freq: float64 [n, 2, head_dim / 2, padded to a multiple of 16]."""
+    """Return cosines and sines of starts * inv_freq: float64 [n, 2, head_dim / 2, padded to a multiple of 16]."""
     return _turns(np.ascontiguousarray(starts, np.int64).tobytes(), _key(inv_freq))
 
 

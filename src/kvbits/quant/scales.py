@@ -30,7 +30,7 @@ STEP = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.030
 Max, IRE Trans. Inf. Theory 6(1), 1960, table II).
 """
 OFFSETS = ((1,), (-4, 4), (-2, 2), (-1, 1))
-"""Which 8-bit floats are tried, counted from s0, then from the best so far. 7 of the 15 from 6 below to 8 above: on
+"""8-bit floats that are tried, counted from s0, then from the best so far. 7 of the 15 from 6 below to 8 above: on
 keys of SmolLM2-135M the squared error is 0.2 % above that of trying 13 (values: none). Those 7 and 8 above are few
 tokens' and matter: without them the squared error stays, but `klt4`'s KL on SmolLM2 is two to five times as large
 (docs/results/log/gpu-kernels.md).
@@ -40,35 +40,36 @@ TURNED_OFFSETS = ((0,), (-2, 2), (-1, 1))
 4.
 """
 FITTED_OFFSET = -2
-"""From the 8-bit float that is best for integers to that of fitted levels."""
+"""Distance from the 8-bit float that is best for integers to that of fitted levels."""
 SMALLEST_CODE, LARGEST_CODE = 1, 247
 
 
 def scale_codes(x: torch.Tensor) -> torch.Tensor:
-    """int32 codes of the 8-bit floats nearest to x >= 0, from `SMALLEST_CODE` to `LARGEST_CODE`; ties go up."""
+    """Return int32 codes of the 8-bit floats nearest to x >= 0, from `SMALLEST_CODE` to `LARGEST_CODE`; ties go up."""
     return ((x.clamp(max=65504.0).half().view(torch.int16).int() + 64) >> 7).clamp(SMALLEST_CODE, LARGEST_CODE)
 
 
 def scale_values(codes: torch.Tensor) -> torch.Tensor:
-    """float32 values of 8-bit float codes (any integer dtype)."""
+    """Return float32 values of 8-bit float codes (any integer dtype)."""
     return (codes.int() << 7).to(torch.int16).view(torch.float16).float()
 
 
 @functools.lru_cache(maxsize=64)
 def _by_channel(widths: tuple[int, ...], head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [head_dim] each: highest code, and `STEP` (0 where a channel has no bits)."""
+    """Return float32 [head_dim] each: highest code, and `STEP` (0 where a channel has no bits)."""
     top = torch.tensor([2.0**b - 1 for b in widths], device="cpu").repeat_interleave(BAND)[:head_dim]
     return top, torch.tensor([STEP.get(b, 0.0) for b in widths], device="cpu").repeat_interleave(BAND)[:head_dim]
 
 
 def steps(spec: QuantSpec, head_dim: int) -> torch.Tensor:
-    """float32 [head_dim]: `STEP` of each channel's width, 1 where it has none."""
+    """Return float32 [head_dim]: `STEP` of each channel's width, 1 where it has none."""
     step = _by_channel(spec.widths(head_dim), head_dim)[1]
     return torch.where(step > 0, step, 1.0)
 
 
 def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """float32 [..., tokens]: the scale of each token of x [..., tokens, head_dim], float32, whose mean is taken off.
+    """Return float32 [..., tokens]: the scale of each token of x [..., tokens, head_dim], float32, whose mean is taken
+    off.
 
     Raises:
         ScaleOverflowError: a token so large that its scale overflows 8 bits.

@@ -54,7 +54,7 @@ def _uniform(bits: int) -> tuple[int, ...]:
 
 
 def mirrored(*levels: int) -> tuple[int, ...]:
-    """Levels of which the positive ones are given."""
+    """Return levels of which the positive ones are given."""
     return (*(-x for x in reversed(levels)), *levels)
 
 
@@ -89,14 +89,14 @@ def rings(widths: tuple[int, ...], head_dim: int, kind: str) -> tuple[tuple[int,
 
 
 def _by_channel(widths: tuple[int, ...], head_dim: int) -> torch.Tensor:
-    """int32 [head_dim]: bits of each channel."""
+    """Return int32 [head_dim]: bits of each channel."""
     return torch.tensor(widths, dtype=torch.int32, device="cpu").repeat_interleave(BAND)[:head_dim]
 
 
 @functools.lru_cache(maxsize=64)
 def _before(widths: tuple[int, ...], head_dim: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """int64 [head_dim] each: the channel one place before in its ring, and two places; itself in no ring. And bool:
-    which channels are in a ring.
+    """Return int64 [head_dim] each: the channel one place before in its ring, and two places; itself in no ring. And
+    bool: which channels are in a ring.
     """
     one, two = torch.arange(head_dim, device="cpu"), torch.arange(head_dim, device="cpu")
     ringed = torch.zeros(head_dim, dtype=torch.bool, device="cpu")
@@ -108,7 +108,7 @@ def _before(widths: tuple[int, ...], head_dim: int, kind: str) -> tuple[torch.Te
 
 
 def indices(codes: torch.Tensor, widths: tuple[int, ...], kind: str) -> torch.Tensor:
-    """uint8 [..., head_dim]: which of its width's levels each code means; codes uint8 [..., head_dim].
+    """Return uint8 [..., head_dim]: which of its width's levels each code means; codes uint8 [..., head_dim].
 
     An index of 8 bits is the code.
     """
@@ -118,7 +118,7 @@ def indices(codes: torch.Tensor, widths: tuple[int, ...], kind: str) -> torch.Te
 
 
 def level_of(codes: torch.Tensor, widths: tuple[int, ...], kind: str, levels: Levels = UNIFORM) -> torch.Tensor:
-    """int32 [..., head_dim]: the level that each code means, in units; 0 where a channel has no bits."""
+    """Return int32 [..., head_dim]: the level that each code means, in units; 0 where a channel has no bits."""
     table: list[int] = []
     first = {}
     for bits in {*widths}:
@@ -130,7 +130,7 @@ def level_of(codes: torch.Tensor, widths: tuple[int, ...], kind: str, levels: Le
 
 
 def units(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int32 [..., head_dim]: u of x, float32, with scales [...]."""
+    """Return int32 [..., head_dim]: u of x, float32, with scales [...]."""
     return (x * (UNIT / scale.float()).unsqueeze(-1)).clamp(-FARTHEST, FARTHEST).round().int()
 
 
@@ -142,7 +142,8 @@ def dequantize(
     levels: Levels = UNIFORM,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Values [..., tokens, head_dim] in `dtype` of codes uint8 [..., tokens, head_dim] with scales [..., tokens].
+    """Return values [..., tokens, head_dim] in `dtype` of codes uint8 [..., tokens, head_dim] with scales [...,
+    tokens].
 
     Args:
         widths: bits of each band.
@@ -154,7 +155,7 @@ def dequantize(
 def quantize(
     x: torch.Tensor, widths: tuple[int, ...], kind: str, scale: torch.Tensor, levels: Levels = UNIFORM
 ) -> torch.Tensor:
-    """Codes uint8 [..., tokens, head_dim] of x, float32, with scales [..., tokens].
+    """Return codes uint8 [..., tokens, head_dim] of x, float32, with scales [..., tokens].
 
     Arguments as of `dequantize`.
     """
@@ -186,7 +187,7 @@ def _table(bits: int, levels: Levels) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _by_length(widths: tuple[int, ...], head_dim: int, kind: str) -> tuple[tuple[int, torch.Tensor], ...]:
-    """(channels of a ring, int64 the channels of all such rings, one ring after the other)."""
+    """Return (channels of a ring, int64 the channels of all such rings, one ring after the other)."""
     found: dict[int, list[int]] = {}
     for ring in rings(widths, head_dim, kind):
         found.setdefault(len(ring), []).extend(ring)

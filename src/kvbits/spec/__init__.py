@@ -1,4 +1,4 @@
-"""WHAT is stored: number formats, who shares a scale, schemes, and the exact bytes of everything.
+"""Description of what is stored: number formats, who shares a scale, schemes, and the exact bytes of everything.
 
 Arithmetic only (no tensors, no torch). Every size in the library comes from here, so the planner's figure and the
 pool's allocation cannot drift apart. docs/reference/formats.md pictures the byte layouts that `PageLayout` describes.

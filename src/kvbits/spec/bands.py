@@ -46,8 +46,8 @@ Max, IRE Trans. Inf. Theory 6(1), 1960).
 
 @functools.lru_cache(maxsize=256)
 def widths(bands: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
-    """Bits of each band of a head: `bands` where they are as many as the head has, else as many bits in the mean, dealt
-    out anew.
+    """Return bits of each band of a head: `bands` where they are as many as the head has, else as many bits in the
+    mean, dealt out anew.
 
     The last band is narrower where head_dim is no multiple of `BAND`.
 
@@ -81,7 +81,7 @@ def shares(count: int) -> tuple[float, ...]:
 
 
 def _dealt(mean: float, count: int) -> tuple[int, ...]:
-    """Bits for `count` bands, each next one where it takes off most squared error.
+    """Return bits for `count` bands, each next one where it takes off most squared error.
 
     An even number of them: 1-bit planes of two bands fill whole words.
     """

@@ -66,7 +66,7 @@ class LayerGeometry:
             self.rotary.frequencies(self.head_dim)
 
     def dim(self, side: str) -> int:
-        """Channels of keys ("k") or values ("v")."""
+        """Return the number of channels of keys ("k") or values ("v")."""
         return self.head_dim if side == "k" else self.value_head_dim
 
     @property
@@ -174,7 +174,7 @@ class LayerGroup:
         }
 
     def block_bytes(self, pool: str) -> int:
-        """Bytes one page id takes in a pool: one page in each layer of the group."""
+        """Return bytes one page id takes in a pool: one page in each layer of the group."""
         return len(self.layers) * self.layouts[pool].page_size_bytes
 
     @property
@@ -183,18 +183,20 @@ class LayerGroup:
         return -(-(self.residual_length + self.page_size) // self.page_size)
 
     def closed_after(self, num_tokens: int) -> int:
-        """Pages ever closed once a sequence has `num_tokens` tokens: the newest token is always raw."""
+        """Return the number of pages ever closed once a sequence has `num_tokens` tokens: the newest token is always
+        raw.
+        """
         if self.fills_pages:
             return 0
         return max(0, (num_tokens - self.num_sink_tokens - self.residual_length - 1) // self.page_size)
 
     def first_visible(self, num_tokens: int) -> int:
-        """Position of the oldest token that the next query can still see."""
+        """Return the position of the oldest token that the next query can still see."""
         w = self.geometry.sliding_window
         return 0 if w is None else max(0, num_tokens - w + 1)
 
     def pages_for(self, num_tokens: int) -> dict[str, int]:
-        """Most pages of each pool that one sequence holds on its way to `num_tokens` tokens."""
+        """Return the most pages of each pool that one sequence holds on its way to `num_tokens` tokens."""
         if num_tokens < 0:
             raise SpecError(f"num_tokens={num_tokens} is negative")
         sinks, size, w = self.num_sink_tokens, self.page_size, self.geometry.sliding_window
@@ -274,8 +276,8 @@ class CacheSpec:
         )
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
-        """Bytes a cache of this capacity allocates: `batch_size` sequences of `num_tokens` tokens each, everything
-        included.
+        """Return bytes a cache of this capacity allocates: `batch_size` sequences of `num_tokens` tokens each,
+        everything included.
         """
         if batch_size < 0:
             raise SpecError(f"batch_size={batch_size} is negative")
@@ -284,8 +286,8 @@ class CacheSpec:
         )
 
     def room(self, num_tokens: int) -> int | None:
-        """Tokens that really fit a sequence in a cache built for `num_tokens`, which is rounded up to whole pages; None
-        if any number does, as where every layer has a sliding window that is full.
+        """Return the number of tokens that really fit a sequence in a cache built for `num_tokens`, which is rounded up
+        to whole pages; None if any number does, as where every layer has a sliding window that is full.
         """
         has = [g.pages_for(num_tokens) for g in self.groups]
 
@@ -301,7 +303,7 @@ class CacheSpec:
         return None if room == most else room
 
     def raw_nbytes(self, num_tokens: int, batch_size: int = 1, bytes_per_element: int = 2) -> int:
-        """Bytes the stock 16-bit cache holds for the same tokens (sliding layers hold their window only)."""
+        """Return bytes the stock 16-bit cache holds for the same tokens (sliding layers hold their window only)."""
         total = 0
         for g in self.layers:
             held = num_tokens if g.sliding_window is None else min(num_tokens, g.sliding_window - 1)
@@ -325,7 +327,7 @@ class CacheSpec:
 
     @functools.cached_property
     def format_id(self) -> str:
-        """Names the byte layout of saved pages: equal ids mean interchangeable bytes."""
+        """A name for the byte layout of saved pages: equal ids mean interchangeable bytes."""
         return f"kvbits-{FORMATS_VERSION}:" + json.dumps(to_dict(self), sort_keys=True)
 
     def to_json(self) -> str:

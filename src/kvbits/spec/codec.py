@@ -15,19 +15,20 @@ T = TypeVar("T")
 
 
 def serialisable(cls: type[T]) -> type[T]:
-    """Class decorator: let `from_dict` make this class."""
+    """Let `from_dict` make this class (a class decorator)."""
     _TYPES[cls.__name__] = cls
     return cls
 
 
 def choice(what: str, value: object, known: Any) -> None:
-    """Raises SpecError, listing the known values, unless `value` is one of them."""
+    """Raise SpecError, listing the known values, unless `value` is one of them."""
     if value not in list(known):  # a list, because a value from JSON may not be hashable
         raise SpecError(f"unknown {what} {value!r}; known: {', '.join(str(k) for k in known)}")
 
 
 def whole(name: str, value: Any, least: int, most: int, instead: str = "", error: type[KvbitsError] = SpecError) -> int:
-    """The whole number `value` as a plain int: 64, not 64.0, True or "64"; NumPy's integers are whole numbers too.
+    """Return the whole number `value` as a plain int: 64, not 64.0, True or "64"; NumPy's integers are whole numbers
+    too.
 
     Args:
         name: of the field, in the message.
@@ -48,8 +49,8 @@ def whole(name: str, value: Any, least: int, most: int, instead: str = "", error
 
 
 def same_as(name: str) -> Any:
-    """A dataclass field that is what another one is unless it is given: `fill` gives it that, `to_dict` leaves it out,
-    as texts from before it do.
+    """Return a dataclass field that is what another one is unless it is given: `fill` gives it that, `to_dict` leaves
+    it out, as texts from before it do.
     """
     return dataclasses.field(default=None, metadata={"same_as": name})
 
@@ -69,7 +70,7 @@ def _left_out(value: Any, f: Any) -> bool:
 
 
 def to_dict(value: Any) -> Any:
-    """Plain JSON data for a spec, with the class name under "type".
+    """Return plain JSON data for a spec, with the class name under "type".
 
     A field with metadata "said" is left out where it is its default, as before it was.
     """
@@ -89,7 +90,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    """Tell whether JSON data may stand for a field of plain numbers or text: 64.0 and true are no whole numbers."""
+    """Return whether JSON data may stand for a field of plain numbers or text: 64.0 and true are no whole numbers."""
     if annotation in ("tuple[int, ...]", "tuple[int, ...] | None"):
         return (value is None and "None" in annotation) or (
             isinstance(value, list) and all(type(n) is int for n in value)
@@ -98,7 +99,7 @@ def _fits(value: Any, annotation: str) -> bool:
 
 
 def from_dict(data: Any) -> Any:
-    """The spec that `to_dict` described.
+    """Return the spec that `to_dict` described.
 
     Raises:
         SpecError: unknown type or field, or values the spec refuses.
@@ -140,7 +141,7 @@ def from_dict(data: Any) -> Any:
 
 
 def parse(text: str, wanted: type) -> Any:
-    """The spec of type `wanted` that a JSON text describes.
+    """Return the spec of type `wanted` that a JSON text describes.
 
     Raises:
         SpecError: no JSON, another spec, or one that differs from the text's own `sum` (see `dumps`).
@@ -164,10 +165,10 @@ def parse(text: str, wanted: type) -> Any:
 
 
 def dumps(spec: Any) -> str:
-    """A spec as JSON, with a `sum` by which `parse` notices damage."""
+    """Return a spec as JSON, with a `sum` by which `parse` notices damage."""
     return json.dumps(to_dict(spec) | {"sum": _sum(spec)})
 
 
 def _sum(spec: Any) -> str:
-    """16 hex digits of the SHA-256 of a spec's fields, in whatever order a text has them."""
+    """Return 16 hex digits of the SHA-256 of a spec's fields, in whatever order a text has them."""
     return hashlib.sha256(json.dumps(to_dict(spec), sort_keys=True).encode()).hexdigest()[:16]

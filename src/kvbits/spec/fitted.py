@@ -45,7 +45,8 @@ class FittedScheme(Scheme):
         return Scheme(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Scheme)})
 
     def on(self, layers: tuple[LayerGeometry, ...]) -> Scheme:
-        """`plain`, if `layers` are those of the model that it was fitted to, or what one of several GPUs holds of them.
+        """Return `plain`, if `layers` are those of the model that it was fitted to, or what one of several GPUs holds
+        of them.
 
         Raises:
             SpecError: they are not; the message says what differs.

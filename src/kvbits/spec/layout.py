@@ -40,7 +40,7 @@ class Section:
 
 
 def plane_row_bytes(head_dim: int, plane_bits: int) -> int:
-    """Bytes of one token's row in a bit plane, padded to whole 32-bit words."""
+    """Return bytes of one token's row in a bit plane, padded to whole 32-bit words."""
     return _round_up(head_dim * plane_bits, 32) // 8
 
 
@@ -109,7 +109,7 @@ class PageLayout:
         return found
 
     def dim(self, kind: str) -> int:
-        """Channels of keys ("k") or values ("v")."""
+        """Return the number of channels of keys ("k") or values ("v")."""
         return self.head_dim if kind == "k" else self.value_head_dim
 
     @functools.cached_property
@@ -153,7 +153,9 @@ class PageLayout:
         return 8 * self.head_bytes / (self.page_size * (self.head_dim + self.value_head_dim))
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of one page split into codes, scales (with biases, means and stretches), outliers, raw and padding."""
+        """Return bytes of one page split into codes, scales (with biases, means and stretches), outliers, raw and
+        padding.
+        """
         kinds = {"codes": 0, "scales": 0, "outliers": 0, "raw": 0}
         for s in self.sections.values():
             kind = (

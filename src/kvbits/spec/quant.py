@@ -256,7 +256,7 @@ class QuantSpec:
 
     @classmethod
     def raw(cls) -> QuantSpec:
-        """Values kept in the model's own dtype."""
+        """Return values kept in the model's own dtype."""
         return cls._raw()
 
     @staticmethod
@@ -292,7 +292,7 @@ class QuantSpec:
         return self.scale_dtype if self.scale_dtype in DTYPE_BYTES else "float16"
 
     def widths(self, head_dim: int) -> tuple[int, ...]:
-        """Bits of each band of trellis codes; () for others."""
+        """Return bits of each band of trellis codes; () for others."""
         return banding.widths(self.bands, head_dim) if self.is_trellis else ()
 
     @property
@@ -301,8 +301,8 @@ class QuantSpec:
         return sum(self.bands) / len(self.bands) if self.is_trellis else self.bits
 
     def planes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
-        """(bits, channels) of each stored plane, high bits first: all channels, or of trellis codes those of the bands
-        whose width has that plane.
+        """Return (bits, channels) of each stored plane, high bits first: all channels, or of trellis codes those of the
+        bands whose width has that plane.
         """
         if not self.is_trellis:
             return tuple((bits, head_dim) for bits in self.number_format.planes)
@@ -376,7 +376,7 @@ class QuantSpec:
         return self.is_raw or self.static or not isinstance(self.granularity, PerChannel)
 
     def num_outliers(self, page_size: int, head_dim: int) -> int:
-        """Outliers listed in one page of one kv head: always that many."""
+        """Return the number of outliers listed in one page of one kv head: always that many."""
         return max(1, round(self.outliers * page_size * head_dim)) if self.outliers else 0
 
     @property
@@ -405,7 +405,7 @@ class QuantSpec:
         return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
 
     def num_groups(self, head_dim: int) -> int:
-        """Groups of channels that have a scale of their own inside one token and head."""
+        """Return the number of groups of channels that have a scale of their own inside one token and head."""
         if isinstance(self.granularity, PerGroup):
             if head_dim % self.granularity.size:
                 ways = [g for g in (128, 64, 32, 16) if head_dim % g == 0]
@@ -418,7 +418,7 @@ class QuantSpec:
         return head_dim if isinstance(self.granularity, PerChannel) else 1
 
     def scale_shape(self, page_size: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one kv head's scales (and biases): per page, or per layer for static scales."""
+        """Return the shape of one kv head's scales (and biases): per page, or per layer for static scales."""
         groups = self.num_groups(head_dim)
         if self.static or isinstance(self.granularity, PerChannel):
             return (groups,)

@@ -31,14 +31,16 @@ class Rotary:
             raise SpecError(f"inv_freq of {len(self.inv_freq)} entries must hold finite numbers, one per channel pair")
 
     def frequencies(self, head_dim: int) -> tuple[float, ...]:
-        """Radians per token of pair (d, d + head_dim / 2) in `order`; 0 for channels that are not turned."""
+        """Return radians per token of pair (d, d + head_dim / 2) in `order`; 0 for channels that are not turned."""
         n = len(self.inv_freq)
         if 2 * n > head_dim:
             raise SpecError(f"a rotary embedding of {n} pairs does not fit head_dim={head_dim}")
         return self.inv_freq + (0.0,) * (head_dim // 2 - n)
 
     def order(self, head_dim: int) -> tuple[int, ...]:
-        """The model's channel that each stored channel holds, so that every turned pair is (d, d + head_dim / 2)."""
+        """Return the model's channel that each stored channel holds, so that every turned pair is (d, d + head_dim /
+        2).
+        """
         n, rest = len(self.inv_freq), head_dim // 2 - len(self.inv_freq)
         first, second = (
             (range(n), range(n, 2 * n)) if self.pairs == "half" else (range(0, 2 * n, 2), range(1, 2 * n, 2))

@@ -38,7 +38,7 @@ class Override:
             raise SpecError("an Override with layers=() covers nothing; name its layers, or leave it out")
 
     def covers(self, layer: int, num_layers: int) -> bool:
-        """Tell whether the layer is one of these."""
+        """Return whether the layer is one of these."""
         for index in self.layers:
             if not -num_layers <= index < num_layers:
                 raise SpecError(f"override for layer {index}, but the model has {num_layers} layers")
@@ -79,7 +79,7 @@ class Tier:
         )
 
     def specs(self, key: QuantSpec, value: QuantSpec) -> tuple[QuantSpec, QuantSpec]:
-        """(key spec, value spec) of the pages, in a scheme of these specs."""
+        """Return (key spec, value spec) of the pages, in a scheme of these specs."""
         return self.key or dataclasses.replace(key, format="int8"), self.value or dataclasses.replace(
             value, format="int8"
         )
@@ -246,7 +246,7 @@ class Scheme:
             )
 
     def _check_tier(self, tier: Tier, older: tuple[QuantSpec, QuantSpec]) -> tuple[QuantSpec, QuantSpec]:
-        """(key spec, value spec) of a tier whose pages become those of `older` specs."""
+        """Return (key spec, value spec) of a tier whose pages become those of `older` specs."""
         if not isinstance(tier, Tier):
             raise SpecError(f"tiers hold {tier!r}, which is not a Tier; pass Tier(num_tokens=..), youngest first")
         self._require_pages("a tier", tier.num_tokens)
@@ -271,7 +271,7 @@ class Scheme:
         return specs
 
     def for_layer(self, layer: int, num_layers: int) -> tuple[QuantSpec, QuantSpec]:
-        """(key spec, value spec) of one layer."""
+        """Return (key spec, value spec) of one layer."""
         key, value = self.key, self.value
         for o in self.overrides:
             if o.covers(layer, num_layers):
@@ -294,8 +294,8 @@ class Scheme:
         )
 
     def on(self, layers: tuple[Any, ...]) -> Scheme:
-        """The scheme as a cache of a model of these layers (`LayerGeometry`) stores it: itself, unless it was fitted to
-        a model (`FittedScheme.on`).
+        """Return the scheme as a cache of a model of these layers (`LayerGeometry`) stores it: itself, unless it was
+        fitted to a model (`FittedScheme.on`).
         """
         return self
 
@@ -334,7 +334,7 @@ class Scheme:
         return [self.key, self.value, *(s for o in self.overrides for s in (o.key, o.value))]
 
     def bits_per_element(self, head_dim: int = 128) -> float:
-        """Stored bits per cached number in a closed page, scales and padding included."""
+        """Return stored bits per cached number in a closed page, scales and padding included."""
         layout = PageLayout(key=self.key, value=self.value, page_size=self.page_size, num_kv_heads=1, head_dim=head_dim)
         return layout.bits_per_element
 
