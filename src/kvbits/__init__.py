@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 RECOMMENDED = "int8_centered"
-"""What to take without looking further: no calibration, and nearest to 16 bits on every model that was measured, with
-and without a key bias (README.md). The default of `KVCache.for_model`, `kvbits check`, lm-eval, and the first of few
-bits in the demo.
+"""The preset to take without looking further: no calibration, and nearest to 16 bits on every model that was measured,
+with and without a key bias (README.md). The default of `KVCache.for_model`, `kvbits check`, lm-eval, and the first of
+few bits in the demo.
 """
 
 _HOME = {

@@ -105,7 +105,7 @@ FIELDS = (
     "add_qkv_bias",
     "alibi",
 )
-"""What is asked of a configuration: of a cache's shape, and of a model's weights."""
+"""Fields that are read from a configuration: of a cache's shape, and of a model's weights."""
 _FLAGS = (
     "attention_k_eq_v",
     "use_sliding_window",
@@ -122,7 +122,7 @@ _FLAGS = (
 _LISTS = ("layer_types", "layers_block_type", "block_types", "kv_sharing_modes")
 """Lists of a text for each layer."""
 NAMED = (*_LISTS, "attn_config", "cross_attention_layers", "recurrent_kv_cache_mode", "model_type")
-"""What is asked of a configuration and is no number."""
+"""Fields that are read from a configuration and are not numbers."""
 _MAY_DIFFER = (
     "num_attention_heads",
     "intermediate_size",
@@ -145,7 +145,7 @@ _LAYER_NAMES = {
 
 
 QUANTIZERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Where quantizers write what they did, beside a config.json that does not say it."""
+"""Files where quantizers write what they did, beside a config.json that does not say it."""
 
 
 class Fields:
@@ -239,14 +239,14 @@ class Fields:
                 self.__dict__[name] = [_LAYER_NAMES.get(t, t) for t in types]
 
     def _but(self, other: dict[str, Any]) -> Fields:
-        """These fields, with some of them changed."""
+        """Return these fields, with some of them changed."""
         found: Fields = object.__new__(Fields)
         found.__dict__.update({k: v for k, v in self.__dict__.items() if k != "per_layer_config"} | _checked(other))
         found.is_heterogeneous = False
         return found
 
     def get_text_config(self, decoder: bool = True) -> Fields:
-        """The part that generates text; of one configuration for encoder and decoder, the decoder's numbers.
+        """Return the part that generates text; of one configuration for encoder and decoder, the decoder's numbers.
 
         Raises:
             ValueError: several parts do.
@@ -286,7 +286,7 @@ def _compiled(source: str) -> Any:
 
 
 def _provided(family: dict[str, Any]) -> dict[str, Any]:
-    """Names of Transformers that the statements of a family use."""
+    """Return names of Transformers that the statements of a family use."""
     found: dict[str, Any] = {"math": math, "Sequence": Sequence, "remap_legacy_layer_types": _renamed}
     for name, what in family.get("names", {}).items():
         if "value" in what:
@@ -317,7 +317,7 @@ def _typed_part(model_type: str, **stated: Any) -> Fields:
 
 
 def read_config(model: str | os.PathLike[str]) -> Any:
-    """The configuration of a model, as data.
+    """Return the configuration of a model, as data.
 
     Imports neither Transformers nor torch (of a GGUF file of an architecture that `gguf_header` does not read it does).
 
@@ -398,7 +398,7 @@ def _checked(stated: dict[str, Any], alias: dict[str, str] | None = None) -> dic
 
 
 def _shown(value: Any) -> str:
-    """A value as its file has it, so that "36" and 36 differ."""
+    """Return a value as its file has it, so that "36" and 36 differ."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:60]}.."
 
@@ -430,12 +430,12 @@ def _families() -> dict[str, Any]:
 
 
 def known() -> tuple[str, ...]:
-    """Every model_type that is read."""
+    """Return every model_type that is read."""
     return tuple(_families()["families"])
 
 
 def _family(stated: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """(what is known of a family, its name in Transformers)."""
+    """Return (what is known of a family, its name in Transformers)."""
     kind = str(stated.get("model_type", ""))
     if kind == "mistral" and "layer_types" in stated:  # as Transformers reads it
         kind = "ministral"

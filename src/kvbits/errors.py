@@ -106,7 +106,7 @@ def to_install(error: ModuleNotFoundError, also: str | None = None) -> str | Non
 
 
 def unknown(what: str, name: object, known: Iterable[object], more: str = "") -> str:
-    """That there is nothing of a name, what it may have meant, and what there is.
+    """Return a message that there is nothing of a name, what it may have meant, and what there is.
 
     Args:
         what: the kind of thing, like "scheme".
@@ -125,5 +125,5 @@ def unknown(what: str, name: object, known: Iterable[object], more: str = "") ->
 
 
 def counted(n: int, noun: str) -> str:
-    """A number of things, for messages: "1 page", "2 pages"."""
+    """Return a number of things, for messages: "1 page", "2 pages"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -22,7 +22,8 @@ from .progress import say
 
 
 def find(path: str | os.PathLike[str], what: str) -> Path:
-    """The path as a `Path` that the file system can be asked about; whether something is there is another question.
+    """Return the path as a `Path` that the file system can be asked about; whether something is there is another
+    question.
 
     Args:
         what: names the option or operation in the message.
@@ -46,7 +47,7 @@ def find(path: str | os.PathLike[str], what: str) -> Path:
 
 
 def home(path: str | os.PathLike[str], what: str) -> Path:
-    """The path with a leading `~` or `~name` replaced by that user's folder.
+    """Return the path with a leading `~` or `~name` replaced by that user's folder.
 
     Raises:
         SpecError: no path, or there is no such user or folder.
@@ -61,7 +62,7 @@ def home(path: str | os.PathLike[str], what: str) -> Path:
 
 
 def require_file(path: str | os.PathLike[str], what: str, *, replaced: bool = False) -> Path:
-    """The path, if a file can be there; a symlink's, if one can be where it leads.
+    """Return the path, if a file can be there; a symlink's, if one can be where it leads.
 
     Args:
         what: names the option or operation in the message.
@@ -99,7 +100,7 @@ def _require_writable(folder: Path, what: str) -> None:
 
 
 def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = False) -> Path:
-    """The path, if a folder is or can be made there.
+    """Return the path, if a folder is or can be made there.
 
     Args:
         writable: files are to be written into it.
@@ -147,7 +148,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _locked(partial: Path) -> int:
-    """A new empty file and a lock on it, which ends with this process: a descriptor."""
+    """Return a new empty file and a lock on it, which ends with this process: a descriptor."""
     while True:
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):  # a file system without locks
@@ -190,7 +191,7 @@ def _cache_places(name: str) -> tuple[Path, Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Tell whether a folder is this user's and closed to others."""
+    """Return whether a folder is this user's and closed to others."""
     owner = folder.lstat()
     return owner.st_uid == os.getuid() and not owner.st_mode & 0o077 and not folder.is_symlink()
 
@@ -199,7 +200,7 @@ _say_once = functools.lru_cache(say)
 
 
 def cache_folder(name: str) -> Path:
-    """The first of those folders that takes files, made if need be.
+    """Return the first of those folders that takes files, made if need be.
 
     Raises:
         SpecError: none does.
@@ -233,7 +234,7 @@ def cache_folder(name: str) -> Path:
 
 
 def warn_not_kept(what: str, error: Exception) -> None:
-    """Say, once for each thing, that it is used although no disk takes it.
+    """Warn, once for each thing, that it is used although no disk takes it.
 
     Args:
         what: in the plural, like "compiled kernels".
@@ -255,7 +256,7 @@ _not_kept: set[str] = set()
 
 
 def to_json(data: Any, *, indent: int | None = None, compact: bool = False) -> str:
-    """Data as JSON, which has no NaN or infinity: they become null.
+    """Return data as JSON, which has no NaN or infinity: they become null.
 
     Args:
         compact: no spaces after commas and colons.

@@ -72,7 +72,7 @@ attention says so, no field does).
 
 
 def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path | str:
-    """The local path of a model, or its hub id.
+    """Return the local path of a model, or its hub id.
 
     The name `embedded` means the embedded model, unless a path is called so.
 
@@ -115,7 +115,7 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
 
 
 def cached_folder(hub_id: str) -> Path | None:
-    """The local snapshot of a hub id, or None where its config.json is not in the cache."""
+    """Return the local snapshot of a hub id, or None where its config.json is not in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(hub_id, "config.json")
@@ -123,7 +123,8 @@ def cached_folder(hub_id: str) -> Path | None:
 
 
 def load_config(model: str | os.PathLike[str]) -> Any:
-    """The Transformers configuration of a model. Reads local files where they exist; imports neither torch nor weights.
+    """Return the Transformers configuration of a model. Reads local files where they exist; imports neither torch nor
+    weights.
 
     Args:
         model: a local directory, a config.json, a GGUF file, or a hub id.
@@ -169,7 +170,7 @@ def is_gguf(path: Path | str) -> TypeGuard[Path]:
 
 
 def pretrained(path: Path | str) -> dict[str, Any]:
-    """Arguments of Transformers' `from_pretrained` for what `find_model` returned."""
+    """Return arguments of Transformers' `from_pretrained` for what `find_model` returned."""
     # None would ask whether to run the model's own code
     how: dict[str, Any] = {"trust_remote_code": False}
     if is_gguf(path):
@@ -182,7 +183,7 @@ _parsed: dict[tuple[str, int, int], Any] = {}
 
 @contextlib.contextmanager
 def parsed_once(path: Path | str) -> Iterator[None]:
-    """Inside, a GGUF file is parsed once; models in other files are read as ever.
+    """Parse a GGUF file once inside; models in other files are read as ever.
 
     Transformers parses it anew for the configuration, the tokenizer and the weights, three seconds of a core each for
     the embedded model, and makes the same table of tensor names for each of its modules, nine seconds in all. What was
@@ -195,8 +196,8 @@ def parsed_once(path: Path | str) -> Iterator[None]:
     plain, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class Reader(plain):  # type: ignore[misc, valid-type]
-        """Cuts its hundred thousand pieces from a plain array: those of a memory map are objects of Python's, two
-        seconds of a core more.
+        """A view that cuts its hundred thousand pieces from a plain array: those of a memory map are objects of
+        Python's, two seconds of a core more.
         """
 
         data = property(
@@ -227,7 +228,7 @@ def forget_parsed() -> None:
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the part that generates text (the same object for models of text only; of encoder and
+    """Return the configuration of the part that generates text (the same object for models of text only; of encoder and
     decoder, the decoder's fields).
 
     Raises:
@@ -287,12 +288,12 @@ def layer_places(config: Any) -> tuple[Place, ...]:
 
 
 def stored_at(config: Any) -> dict[int, int]:
-    """By the number of each layer of the model that stores keys and values, its place among these."""
+    """Return, by the number of each layer of the model that stores keys and values, its place among these."""
     return {i: p.stored for i, p in enumerate(layer_places(config)) if p.stored is not None and not p.shares}
 
 
 def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
-    """Geometry of each layer of `layer_places` that stores keys and values, in its order.
+    """Return the geometry of each layer of `layer_places` that stores keys and values, in its order.
 
     Args:
         config: a Transformers configuration, also one of a multimodal or an encoder-decoder model (the part that
@@ -309,7 +310,7 @@ def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
 
 
 def _decoder(config: Any) -> tuple[Any, list[Any]]:
-    """(configuration of the part that generates text, that of each of its layers)."""
+    """Return (configuration of the part that generates text, that of each of its layers)."""
     config = text_config(config)
     num_layers = _num_layers(config)
     if not num_layers:
@@ -405,7 +406,7 @@ def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
 
 
 def layer_types(config: Any) -> list[str]:
-    """Type of each layer of `layer_geometries`."""
+    """Return the type of each layer of `layer_geometries`."""
     return [p.kind for p in layer_places(config) if p.stored is not None and not p.shares]
 
 
@@ -428,7 +429,7 @@ def state_bytes(config: Any) -> int | None:
 
 
 def _state_elements(config: Any) -> tuple[int, int] | None:
-    """(numbers of a layer's convolution, of its recurrent state), None where neither is known."""
+    """Return (numbers of a layer's convolution, of its recurrent state), None where neither is known."""
 
     def has(*names: str) -> Any:
         return next((int(x) for name in names if isinstance(x := getattr(config, name, None), int | float)), None)
@@ -460,7 +461,7 @@ def _state_elements(config: Any) -> tuple[int, int] | None:
 
 
 def query_heads(config: Any) -> int | None:
-    """Query heads of a layer, or None where the configuration does not say one number."""
+    """Return the number of query heads of a layer, or None where the configuration does not say one number."""
     config = text_config(config)
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     n, *others = [getattr(c, "num_attention_heads", None) for c in layers]
@@ -468,7 +469,7 @@ def query_heads(config: Any) -> int | None:
 
 
 def has_key_bias(config: Any) -> bool:
-    """Tell whether the models of a configuration add a bias to their keys, as far as the configuration says.
+    """Return whether the models of a configuration add a bias to their keys, as far as the configuration says.
 
     Qwen 2 and 2.5 always do, others if `attention_bias` is set. Only weights say how large the bias is
     (`integrations.models.key_bias`).
@@ -479,7 +480,9 @@ def has_key_bias(config: Any) -> bool:
 
 
 def max_context(config: Any) -> int | None:
-    """Most tokens the model was made for (`max_position_embeddings`), or None where the configuration does not say."""
+    """Return the most tokens the model was made for (`max_position_embeddings`), or None where the configuration does
+    not say.
+    """
     n = getattr(text_config(config), "max_position_embeddings", None)
     return n if isinstance(n, int) and n > 0 else None
 
@@ -492,7 +495,7 @@ def _name(config: Any) -> str:
 
 
 def _stated_types(config: Any, configs: list[Any]) -> list[str]:
-    """As the configuration names them, or as its window says."""
+    """Return the types as the configuration names them, or as its window says."""
     types = next(
         (t for name in ("layer_types", "layers_block_type", "block_types") if (t := getattr(config, name, None))), None
     )
@@ -537,7 +540,7 @@ def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
 
 
 def _infer_type(config: Any, layer: int) -> str:
-    """Type of a layer in a configuration without `layer_types`."""
+    """Return the type of a layer in a configuration without `layer_types`."""
     if getattr(config, "attention_chunk_size", None) is not None:
         return _CHUNKED
     if not getattr(config, "sliding_window", None) or getattr(config, "use_sliding_window", None) is False:
@@ -594,7 +597,7 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
 
 
 def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
-    """Channels of what is cached as keys and as values, as fields of a geometry.
+    """Return channels of what is cached as keys and as values, as fields of a geometry.
 
     Of latent attention these are latents and the keys' rotary part.
     """
@@ -611,8 +614,8 @@ def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
 
 
 def latent_rank(config: Any) -> int | None:
-    """Width of the latents that a layer caches, of which it makes keys and values each time it reads them; None for
-    others.
+    """Return the width of the latents that a layer caches, of which it makes keys and values each time it reads them;
+    None for others.
     """
     rank = getattr(config, "kv_lora_rank", None)
     return int(rank) if rank else None

@@ -71,7 +71,7 @@ def _text(file: BinaryIO) -> str:
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
-    """A number or a text; of an array its length."""
+    """Return a number or a text; of an array its length."""
     if kind == _TEXT:
         return _text(file)
     if kind != _ARRAY:

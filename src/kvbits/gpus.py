@@ -34,7 +34,7 @@ CARDS: dict[str, tuple[int, int]] = {
     "H200": (141, 143_156),
     "B200": (180, 182_630),
 }
-"""Name -> (GB in its name, MiB that torch reports for it: `torch.cuda.get_device_properties(0).total_memory`).
+"""Cards by name -> (GB in its name, MiB that torch reports for it: `torch.cuda.get_device_properties(0).total_memory`).
 
 H200: this project's own runs. The others: what programs printed in public logs ("CUDA:0 (NVIDIA L4, 22563MiB)", "GPU 0
 has a total capacity of 79.15 GiB"), the least of several drivers, with ECC where the card has it; drivers differ by
@@ -49,7 +49,7 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
     "B200": (10, 0),
     **dict.fromkeys(("RTX 5090", "RTX PRO 6000"), (12, 0)),
 }
-"""Name -> compute capability, for which kernels are compiled."""
+"""Cards by name -> compute capability, for which kernels are compiled."""
 
 ALIASES = {"GH200480GB": "GH200", "H200NVL": "H200"}
 """Other names of cards as their drivers print them: GH200's is followed by the memory of its CPU."""
@@ -73,8 +73,8 @@ class Memory:
 
 
 def gpu_memory(text: str) -> Memory:
-    """Memory of a card by its name ("H100", "rtx 4090", "NVIDIA A100-SXM4-80GB"), of the cards that are called by a
-    size ("80GB"), or as said ("75GiB").
+    """Return the memory of a card by its name ("H100", "rtx 4090", "NVIDIA A100-SXM4-80GB"), of the cards that are
+    called by a size ("80GB"), or as said ("75GiB").
 
     Raises:
         SpecError: neither a card that is known nor bytes with their unit.
@@ -110,8 +110,8 @@ def _size(name: str) -> str:
 
 
 def _named(text: str) -> str | None:
-    """The card that a text names, the longest name first: makers' prefixes and buses ("SXM4", "PCIe", "HBM3") say
-    nothing.
+    """Return the card that a text names, the longest name first: makers' prefixes and buses ("SXM4", "PCIe", "HBM3")
+    say nothing.
     """
     words = re.sub(r"[^A-Z0-9]+", " ", text.upper())
     words = re.sub(

@@ -9,7 +9,9 @@ import torch
 
 
 def upload(x: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of `x` on `device`, through pinned memory: a plain copy would wait for all that the GPU has been given."""
+    """Return a copy of `x` on `device`, through pinned memory: a plain copy would wait for all that the GPU has been
+    given.
+    """
     host = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device, copy=True)
 
@@ -21,8 +23,8 @@ class Later:
         self._asked: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def ask(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The host copy that an earlier call started, if it has arrived; starts a copy of `x` unless one is still under
-        way.
+        """Return the host copy that an earlier call started, if it has arrived; starts a copy of `x` unless one is
+        still under way.
         """
         found = None
         if self._asked is not None:

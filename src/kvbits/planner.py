@@ -29,13 +29,13 @@ DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Plain dense caches and their bytes per element."""
 
 GROUPS = presets.GROUPS | {"all": (*DENSE, *presets.PRESETS)}
-"""What a plan knows by name (see `schemes.expand`)."""
+"""Groups that a plan knows by name (see `schemes.expand`)."""
 
 SHOWN = ("bf16", "int8_centered", "kivi4", "klt4", "klt3")
-"""What a plan lists by default: 16 bits, and the recommended presets (docs/results/evaluation.md)."""
+"""Schemes that a plan lists by default: 16 bits, and the recommended presets (docs/results/evaluation.md)."""
 
 ENGINES = ("transformers", "vllm")
-"""What serves the cache."""
+"""Engines that serve the cache."""
 VLLM_BLOCK = 16
 """Tokens of a block of vLLM's own caches."""
 VLLM_DENSE = DENSE | {"fp8": 1}
@@ -160,7 +160,7 @@ class Plan:
     state_bytes: int | None = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data: `rows` as `PlanRow` fields, geometry counted by layer kind."""
+        """Return JSON data: `rows` as `PlanRow` fields, geometry counted by layer kind."""
         kinds: dict[LayerGeometry | PlainLayer, int] = {}
         for g in self.layers:
             kinds[g] = kinds.get(g, 0) + 1
@@ -184,7 +184,7 @@ Layer = TypeVar("Layer", LayerGeometry, PlainLayer, LayerGeometry | PlainLayer)
 
 
 def _elements(layer: LayerGeometry | PlainLayer) -> int:
-    """Numbers of one token, keys and values."""
+    """Return numbers of one token, keys and values."""
     return layer.elements if isinstance(layer, PlainLayer) else layer.token_elements
 
 
@@ -209,7 +209,7 @@ Cache = CacheSpec | Held
 
 
 def _blocks(layers: Layers, block: int, sizes: list[int], least: int) -> Held:
-    """A cache of blocks, whole ones, of which a sliding layer has those that its window touches.
+    """Return a cache of blocks, whole ones, of which a sliding layer has those that its window touches.
 
     Args:
         block: tokens of a block.
@@ -231,12 +231,12 @@ def _blocks(layers: Layers, block: int, sizes: list[int], least: int) -> Held:
 
 
 def _dense(name: str, layers: Layers) -> Held:
-    """The stock cache of Transformers, token by token; sliding layers hold their window."""
+    """Return the stock cache of Transformers, token by token; sliding layers hold their window."""
     return _blocks(layers, 1, [DENSE[name] * _elements(g) for g in layers], 0)
 
 
 def _beside(cache: Cache, nbytes: int) -> Cache:
-    """A cache beside what every sequence keeps besides, which does not grow with the tokens."""
+    """Return a cache beside what every sequence keeps besides, which does not grow with the tokens."""
     if not nbytes:
         return cache
     return Held(cache.bits_per_element, cache.bytes_per_token, lambda tokens: cache.nbytes(tokens) + nbytes)
@@ -245,7 +245,7 @@ def _beside(cache: Cache, nbytes: int) -> Cache:
 def uniform(
     num_layers: int, num_kv_heads: int, head_dim: int, sliding_window: int | None = None
 ) -> tuple[LayerGeometry, ...]:
-    """Geometry of a model whose layers are all alike.
+    """Return the geometry of a model whose layers are all alike.
 
     Raises:
         SpecError: numbers that cannot be.
@@ -256,8 +256,8 @@ def uniform(
 
 
 def rank(layers: Sequence[Layer], gpus: int, num_heads: int | None = None) -> tuple[Layer, ...]:
-    """Layers of one of `gpus` GPUs that share a model by tensor parallelism: an equal share of the kv heads, or a copy
-    of one where GPUs are more than these.
+    """Return layers of one of `gpus` GPUs that share a model by tensor parallelism: an equal share of the kv heads, or
+    a copy of one where GPUs are more than these.
 
     Args:
         num_heads: query heads of a layer, which must divide evenly too; None if they are not known.
@@ -401,7 +401,7 @@ def recommended_of(engine: str) -> str:
 
 
 def _larger(cache: Cache, recommended: Cache | None) -> dict[str, Any]:
-    """Fields of a row: up to which length the recommended scheme of more bits takes fewer bytes."""
+    """Return fields of a row: up to which length the recommended scheme of more bits takes fewer bytes."""
     if recommended is None or cache.bits_per_element >= recommended.bits_per_element:
         return {}
     most = larger_up_to(cache, recommended)
@@ -436,7 +436,7 @@ def _cache(scheme: str | Scheme, layers: Layers, raw_dtype: str, changes: dict[s
 
 
 def _paged(layers: Layers, scheme: str | Scheme) -> tuple[LayerGeometry, ...]:
-    """Layers that pages of few bits are made of.
+    """Return layers that pages of few bits are made of.
 
     Raises:
         SpecError: others are among them.
@@ -481,14 +481,14 @@ def served(names: Iterable[str]) -> list[str | Scheme]:
 
 
 def _vllm(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> Held:
-    """A cache as vLLM allocates it."""
+    """Return a cache as vLLM allocates it."""
     if isinstance(scheme, str) and scheme in VLLM_DENSE:
         return _blocks(layers, VLLM_BLOCK, [VLLM_BLOCK * VLLM_DENSE[scheme] * _elements(g) for g in layers], 1)
     return _blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in vllm_layouts(scheme, layers, raw_dtype)], 1)
 
 
 def _copies(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> int:
-    """Bytes of a request's copies in vLLM, 0 where it has none."""
+    """Return bytes of a request's copies in vLLM, 0 where it has none."""
     if isinstance(scheme, str) and scheme in VLLM_DENSE:
         return 0
     return sum(ring.nbytes for rings in vllm_rings(scheme, layers, raw_dtype) for ring in rings)
@@ -512,14 +512,14 @@ def vllm_rings(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> list[tup
 
 
 def vllm_requests(cards: Cards | None) -> int:
-    """Requests that run at once in vLLM 0.33 unless `--max-num-seqs` says otherwise; of large GPUs where none is
+    """Return requests that run at once in vLLM 0.33 unless `--max-num-seqs` says otherwise; of large GPUs where none is
     known.
     """
     return 1024 if cards is None or cards.memory_bytes >= 70 * 2**30 else 256
 
 
 def vllm_layouts(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> list[PageLayout]:
-    """Pages of each layer, in one of `FORMATS` or a token-local scheme.
+    """Return pages of each layer, in one of `FORMATS` or a token-local scheme.
 
     Raises:
         SpecError: they cannot be, or 16 bits and fp8 of vLLM itself were named.
@@ -543,15 +543,15 @@ def _token_local(scheme: Scheme, layer: int, g: LayerGeometry, count: int, raw_d
 
 
 def max_batch(cache: Cache, memory_bytes: int, context: int) -> int | None:
-    """Most sequences of `context` tokens in `memory_bytes` (bytes are proportional to the batch); None if they cost
-    nothing.
+    """Return the most sequences of `context` tokens in `memory_bytes` (bytes are proportional to the batch); None if
+    they cost nothing.
     """
     one = cache.nbytes(context, 1)
     return memory_bytes // one if one else None
 
 
 def max_context(cache: Cache, memory_bytes: int, batch: int) -> int | None:
-    """Most tokens for each of `batch` sequences in `memory_bytes`; None if any number fits.
+    """Return the most tokens for each of `batch` sequences in `memory_bytes`; None if any number fits.
 
     `nbytes` never falls as the context grows (a test holds it), so doubling and halving finds the exact edge.
     """

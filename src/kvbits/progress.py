@@ -16,7 +16,7 @@ WORTH_SAYING = 20.0
 
 
 class Estimate:
-    """Says once how long the rest of a work takes, by the rate that its first part was measured at.
+    """An estimate, printed once, of how long the rest of a work takes, by the rate that its first part was measured at.
 
     Args:
         what: the work.
@@ -46,7 +46,7 @@ class Estimate:
 
 @contextmanager
 def bar(what: str, total: float, *, enabled: bool = True, even: bool = True) -> Iterator[Callable[[float], None]]:
-    """A progress bar; the value is a function that advances it.
+    """Show a progress bar; the value is a function that advances it.
 
     Args:
         even: equal parts of `total` take equal times, so the first of them says how long the rest takes.
@@ -92,7 +92,7 @@ def _lines(console: Any, what: str, total: float, even: bool) -> Callable[[float
 
 
 def say(sentence: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     from rich.console import Console
 
     Console(stderr=True, soft_wrap=True, emoji=False).print(f"kvbits: {sentence}", highlight=False, markup=False)

@@ -20,7 +20,7 @@ from typing import Any
 from . import __version__
 
 FIELDS = ("id", "session", "utc", "host", "gpu", "versions", "commit", "dirty", "argv")
-"""What every record has, null where it is not known."""
+"""Fields of every record, null where it is not known."""
 
 _PACKAGES = ("torch", "transformers", "triton", "vllm")
 _HOME = Path(__file__).resolve().parents[2]  # of a checkout; of an installed package a folder without .git
@@ -36,7 +36,7 @@ _BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def record(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """A new run of this process.
+    """Return a new run of this process.
 
     Args:
         argv: the words of its command, None for `sys.argv`. Folders of this machine are left out of absolute paths.
@@ -86,8 +86,8 @@ def of_one(result: Mapping[str, Any], *lists: str) -> dict[str, Any]:
 
 
 def words(argv: Sequence[str]) -> list[str]:
-    """A command's words with this machine's folders left out of absolute paths, also of NAME=PATH; the program by its
-    name.
+    """Return a command's words with this machine's folders left out of absolute paths, also of NAME=PATH; the program
+    by its name.
     """
     found = [_without_folder(w) for w in argv]
     if found and found[0] in ("__main__.py", "kvbits", "-c", "-m"):
@@ -101,12 +101,12 @@ def _without_folder(word: str) -> str:
 
 
 def command_of(run: Mapping[str, Any]) -> str | None:
-    """A run's command as it is typed; None where it was not recorded."""
+    """Return a run's command as it is typed; None where it was not recorded."""
     return None if run["argv"] is None else shlex.join(run["argv"])
 
 
 def dated(some: Iterable[Mapping[str, Any]]) -> str:
-    """Days and commits of runs, as a footnote says them: "of 2026-11-22, 2a7ad90 and c92d2ef; of 2026-11-23,
+    """Return days and commits of runs, as a footnote says them: "of 2026-11-22, 2a7ad90 and c92d2ef; of 2026-11-23,
     7047e9a".
     """
     days: dict[str, dict[str, None]] = {}
@@ -123,12 +123,12 @@ def _listed(names: list[str]) -> str:
 
 
 def has_bfloat16() -> bool:
-    """Tell whether this machine's CPU has instructions for bfloat16."""
+    """Return whether this machine's CPU has instructions for bfloat16."""
     return bool(_host()["bfloat16"])
 
 
 def cores() -> int:
-    """Processors that this process may run on."""
+    """Return the number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -151,7 +151,7 @@ def _host() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any] | None:
-    """GPUs as the driver's own tool lists them: asking torch would load it, and initialise CUDA."""
+    """Return GPUs as the driver's own tool lists them: asking torch would load it, and initialise CUDA."""
     said = _said(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     cards = [line.rsplit(",", 1) for line in (said or "").splitlines() if "," in line]
     return {"name": cards[0][0].strip(), "count": len(cards), "driver": cards[0][1].strip()} if cards else None

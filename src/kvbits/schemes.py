@@ -107,7 +107,9 @@ CORE: dict[str, Scheme] = {
     )
 }
 
-"""What has native kernels for every operation and is meant to be used (docs/internals/architecture.md has the rule)."""
+"""Presets with native kernels for every operation and is meant to be used (docs/internals/architecture.md has the
+rule).
+"""
 
 PRESETS: dict[str, Scheme] = CORE | literature.PRESETS
 """Every preset, the core's first."""
@@ -132,7 +134,7 @@ smaller heads, those bits are worth more where they are.
 
 
 def get(name: str, *, head_dim: int | None = None, value_head_dim: int | None = None, **changes: Any) -> Scheme:
-    """The preset `name`, with fields changed.
+    """Return the preset `name`, with fields changed.
 
     Args:
         name: a key of `PRESETS`.
@@ -157,7 +159,7 @@ def get(name: str, *, head_dim: int | None = None, value_head_dim: int | None = 
 
 
 def weak_to_key_bias(scheme: Scheme) -> bool:
-    """Tell whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8.
+    """Return whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8.
 
     One channel with a large constant offset, as models with a bias in their key projection have it, then takes the
     steps from all others. Keys per channel do not know this, 8-bit integers bear it, and a calibrated mean removes it.
@@ -194,7 +196,7 @@ def key_bias_note(scheme: Scheme, of: str) -> str | None:
 
 
 def fitted(scheme: Scheme, head_dim: int, value_head_dim: int | None = None) -> Scheme:
-    """A scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does.
+    """Return a scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does.
 
     Keys of `klt4` have `WIDE_BANDS`' widths there, in copies, too.
     """
@@ -210,7 +212,7 @@ def fitted(scheme: Scheme, head_dim: int, value_head_dim: int | None = None) -> 
 
 
 def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | None = None) -> list[str | Scheme]:
-    """Schemes with names checked, groups written out and files read: in order, each once.
+    """Return schemes with names checked, groups written out and files read: in order, each once.
 
     Args:
         names: names known here, names of groups, files that `Scheme.to_json` wrote (whatever ends in .json), schemes.
@@ -253,7 +255,7 @@ _WRITE_ONE = 'a file is written by Path("mine.json").write_text(scheme.to_json()
 
 
 def read(path: str) -> Scheme:
-    """The scheme in a JSON file that `Scheme.to_json` wrote.
+    """Return the scheme in a JSON file that `Scheme.to_json` wrote.
 
     Raises:
         SpecError: no such file, or no scheme in it.
@@ -282,7 +284,9 @@ def for_layers(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], **change
 
 
 def common_widths(layers: Sequence[LayerGeometry]) -> tuple[int, int]:
-    """Largest numbers of channels that divide the keys of all layers, and their values: what presets are fitted to."""
+    """Return the largest numbers of channels that divide the keys of all layers, and their values: what presets are
+    fitted to.
+    """
     return math.gcd(*(g.head_dim for g in layers)), math.gcd(*(g.value_head_dim for g in layers))
 
 
@@ -295,7 +299,7 @@ def within(
     batch: int = 1,
     raw_dtype: str = "bfloat16",
 ) -> Scheme:
-    """The tiered scheme `scheme` with tiers sized for a byte budget: each as large as fits, the youngest first.
+    """Return the tiered scheme `scheme` with tiers sized for a byte budget: each as large as fits, the youngest first.
 
     Args:
         scheme: a scheme with tiers; what they store stays, their sizes change.

@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"([0-9]{1,20}(?:,[0-9]{3}){0,6})(?:\.([0-9]{1,20}))?\s*([A
 
 
 def parse_bytes(text: str, what: str = "memory") -> int:
-    """Bytes of "24GB" (10**9), "24GiB" (2**30), "512 MiB", "1.5TB".
+    """Return bytes of "24GB" (10**9), "24GiB" (2**30), "512 MiB", "1.5TB".
 
     Args:
         what: names the number in messages.
@@ -50,7 +50,7 @@ def parse_bytes(text: str, what: str = "memory") -> int:
 
 
 def parse_tokens(text: str, what: str = "tokens", *, least: int = 1) -> int:
-    """Tokens of "8192", "8,192", "8k" (8 x 1,024), "1M" (2**20).
+    """Return the number of tokens of "8192", "8,192", "8k" (8 x 1,024), "1M" (2**20).
 
     Raises:
         SpecError: anything else, a part of a token, or fewer than `least`.
@@ -75,7 +75,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def human_bytes(n: float) -> str:
-    """In GB (10**9 bytes) or smaller decimal units."""
+    """Return bytes in GB (10**9 bytes) or smaller decimal units."""
     for unit, size in (("TB", 10**12), ("GB", GB), ("MB", 10**6), ("kB", 1000)):
         if n >= size:
             return f"{n / size:,.2f} {unit}"
@@ -92,17 +92,17 @@ def _digits(match: re.Match[str]) -> str:
 
 
 def _scaled(match: re.Match[str], unit: int) -> int:
-    """The number in units of one, rounded down."""
+    """Return the number in units of one, rounded down."""
     return int(_digits(match)) * unit // int(10 ** len(match[2] or ""))
 
 
 def written_tokens(n: int) -> str:
-    """Tokens as `parse_tokens` reads them: 4096 is "4k", 3000 stays."""
+    """Return tokens as `parse_tokens` reads them: 4096 is "4k", 3000 stays."""
     return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
 
 
 def human_seconds(seconds: float) -> str:
-    """A time as people say it: "40 s", "3 minutes", "1.5 hours"."""
+    """Return a time as people say it: "40 s", "3 minutes", "1.5 hours"."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     if seconds < 90 * 60:

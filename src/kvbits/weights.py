@@ -50,7 +50,7 @@ class Count:
 
 
 def weights_bytes(model: ModelRef, say: Callable[[str], None] = lambda text: None) -> tuple[int, str]:
-    """(bytes, where they come from in words).
+    """Return (bytes, where they come from in words).
 
     Args:
         say: told what takes seconds, before it does.
@@ -163,7 +163,8 @@ def _quantization(config: Any, folder: Path | None) -> dict[str, Any] | None:
 
 
 def _packed(model: str, config: Any, folder: Path | None) -> tuple[float, str, bool] | None:
-    """(bits of a packed parameter with its scales, in words, whether experts alone are packed) of a quantized model.
+    """Return (bits of a packed parameter with its scales, in words, whether experts alone are packed) of a quantized
+    model.
 
     Raises:
         SpecError: a quantization whose bits are unknown.
@@ -232,7 +233,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _only_a_cache(how: dict[str, Any], method: str) -> bool:
-    """Tell files that quantize no weights: they describe a cache, or what was sparse and is dense again."""
+    """Return whether files quantize no weights: they describe a cache, or what was sparse and is dense again."""
     if method == "modelopt":
         return "quant_algo" in how and not how["quant_algo"]
     cache = bool(how.get("kv_cache_scheme")) or how.get("format") == "dense"
@@ -240,7 +241,7 @@ def _only_a_cache(how: dict[str, Any], method: str) -> bool:
 
 
 def _of_codebooks(how: dict[str, Any]) -> float | None:
-    """Bits of a parameter in AQLM's codebooks."""
+    """Return bits of a parameter in AQLM's codebooks."""
     fields = [how.get(n) for n in ("num_codebooks", "nbits_per_codebook", "in_group_size", "out_group_size")]
     if not all(type(x) is int and x > 0 for x in fields):
         return None
@@ -283,8 +284,8 @@ def _index(path: Path) -> tuple[int | None, list[str]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a directory that hold the model: those its index names, else the whole-model file of the first kind
-    that is there.
+    """Return the files of a directory that hold the model: those its index names, else the whole-model file of the
+    first kind that is there.
     """
     for kind in ("safetensors", "bin"):
         stem = "model" if kind == "safetensors" else "pytorch_model"
@@ -351,8 +352,8 @@ COUNTED: dict[str, _Family] = {
 
 
 def counted(config: Any) -> Count | None:
-    """Parameters of a model of text by arithmetic, or None where its family is none of `COUNTED` or its configuration
-    lacks a number for that.
+    """Return parameters of a model of text by arithmetic, or None where its family is none of `COUNTED` or its
+    configuration lacks a number for that.
     """
     c = text_config(config)
     family = COUNTED.get(str(getattr(c, "model_type", "")))
@@ -375,7 +376,7 @@ def counted(config: Any) -> Count | None:
 
 
 def _attention(c: Any, family: _Family, h: int, heads: int) -> tuple[int, int]:
-    """(numbers in the matrices of a layer's attention, others)."""
+    """Return (numbers in the matrices of a layer's attention, others)."""
     if getattr(c, "kv_lora_rank", None):
         nope, rope, value, rank, q_rank = (
             c.qk_nope_head_dim,
@@ -408,7 +409,7 @@ def _attention(c: Any, family: _Family, h: int, heads: int) -> tuple[int, int]:
 
 
 def _delta(c: Any, h: int) -> tuple[int, int]:
-    """(numbers in the matrices of a Gated DeltaNet, others)."""
+    """Return (numbers in the matrices of a Gated DeltaNet, others)."""
     keys, values, heads = (
         c.linear_num_key_heads * c.linear_key_head_dim,
         c.linear_num_value_heads * c.linear_value_head_dim,
@@ -421,7 +422,7 @@ def _delta(c: Any, h: int) -> tuple[int, int]:
 
 
 def _feed_forward(c: Any, family: _Family, h: int, layers: int) -> tuple[int, int, int]:
-    """(numbers in the matrices of all layers' plain feed-forward parts, of experts, others)."""
+    """Return (numbers in the matrices of all layers' plain feed-forward parts, of experts, others)."""
     plain = 3 * h * (getattr(c, "intermediate_size", 0) or 0)
     if family.fields is None:
         return (
@@ -497,7 +498,7 @@ def _of_widths(config: Any) -> Count | None:
 
 
 def _others(config: Any) -> int:
-    """Parameters of the parts that are stated beside the text."""
+    """Return the number of parameters of the parts that are stated beside the text."""
     total = 0
     for name in ("vision_config", "audio_config"):
         part = getattr(config, name, None)

@@ -33,7 +33,7 @@ __all__ = [
 
 
 def main() -> None:
-    """Entry point of the `kvbits` command."""
+    """Run the `kvbits` command."""
     open_streams()
     watch_for_stop()
     try:

@@ -123,7 +123,7 @@ def _machine(device: Any) -> dict[str, Any]:
 
 
 def _compile(specs: list[CacheSpec], query_heads: int, device: Any) -> None:
-    """Kernels of all presets at once, on all cores, before the first is asked for."""
+    """Compile the kernels of all presets at once, on all cores, before the first is asked for."""
     import torch
 
     from ..ops.cuda import ahead

@@ -235,7 +235,7 @@ def _keep(
 
 
 def _outs(out: Path, names: list[str]) -> list[Path]:
-    """The file of each scheme.
+    """Return the file of each scheme.
 
     Raises:
         SpecError: several schemes and one file.
@@ -285,7 +285,8 @@ def _require_use(schemes: list[Scheme], settings: Settings) -> None:
 
 
 def _print(found: Calibration, out: Path, seconds: float | None) -> None:
-    """
+    """Print the line of one calibration.
+
     Args:
         seconds: that it took; None where it was there before.
     """

@@ -51,7 +51,7 @@ class Checked(InDtype):
 
 @command("check")
 def check(options: Checked) -> None:
-    """A screen of minutes: pass or fail per layer and for the whole cache, why, and what to change.
+    """Screen a scheme in minutes: pass or fail per layer and for the whole cache, with reasons and remedies.
 
     It says how long it takes once it has measured the first steps. Exit code 1 if a layer or the whole fails.
 
@@ -190,7 +190,7 @@ def _line(o: dict[str, Any], limits: Limits) -> str:
 
 
 def _code(advised: Scheme, preset: str) -> str:
-    """The constructor call of the advised scheme, defaults left out."""
+    """Return the constructor call of the advised scheme, defaults left out."""
     from .. import schemes
 
     given = schemes.get(preset)

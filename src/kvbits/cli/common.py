@@ -63,7 +63,7 @@ def when_stopped(text: str) -> None:
 
 
 def leave_now() -> NoReturn:
-    """Ends this process without what torch's end takes, which is seconds.
+    """End this process without what torch's end takes, which is seconds.
 
     Results are written whole or not at all, so nothing is damaged.
     """
@@ -76,7 +76,7 @@ def leave_now() -> NoReturn:
 
 
 def watch_for_stop() -> None:
-    """Ends this process `PATIENCE` seconds after Ctrl-C, whatever it does then."""
+    """End this process `PATIENCE` seconds after Ctrl-C, whatever it does then."""
     import signal
     import socket
     import threading
@@ -100,8 +100,8 @@ def watch_for_stop() -> None:
 
 
 class Group(TyperGroup):
-    """Turns errors raised on purpose, options that cannot be, and files that cannot be used, into one line and exit
-    code 2; with --json also into JSON.
+    """A group that turns errors raised on purpose, options that cannot be, and files that cannot be used, into one line
+    and exit code 2; with --json also into JSON.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -141,7 +141,7 @@ class Group(TyperGroup):
 
 
 class Command(TyperCommand):
-    """Refuses an option given twice where only the last would count."""
+    """A command that refuses an option given twice where only the last would count."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.info_name == "demo" and any(a == "--text" or a.startswith("--text=") for a in args):
@@ -162,7 +162,7 @@ class Command(TyperCommand):
 
 @contextmanager
 def _warnings() -> Iterator[None]:
-    """Inside, our own warnings are one line on standard error, each once."""
+    """Print our own warnings inside as one line on standard error, each once."""
     with warnings.catch_warnings():
         shown, others = set(), warnings.showwarning
 
@@ -364,7 +364,7 @@ def print_json(data: dict[str, Any]) -> None:
 
 
 def new_table(title: str, *columns: str, left: int = 1) -> Table:
-    """A table whose first `left` columns are text and the others numbers."""
+    """Return a table whose first `left` columns are text and the others numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -374,7 +374,7 @@ def new_table(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def one_scheme(text: str) -> str:
-    """The name of the one scheme that an option takes.
+    """Return the name of the one scheme that an option takes.
 
     Raises:
         SpecError: the option names several, or nothing.

@@ -21,7 +21,7 @@ class Shown(OfSchemes, OnThreads):
 
 @command()
 def demo(options: Shown) -> None:
-    """One text through the 16-bit cache and through each scheme: memory as it grows, accuracy, speed, and two texts
+    """Run one text through the 16-bit cache and through each scheme: memory as it grows, accuracy, speed, and two texts
     side by side.
 
     Schemes are int8_centered (the recommended one), klt4 and klt2 if none is named; the basis of the last two is

@@ -225,7 +225,7 @@ def _print(found: Fit, model: str, out: Path) -> None:
 
 
 def picture(found: Fit) -> list[str]:
-    """Bits of each layer's keys and values: a row of digits and one of blocks."""
+    """Return bits of each layer's keys and values: a row of digits and one of blocks."""
     from ..evaluate.fit import RAW, SIDES, widths
 
     count = len(found.goal.layers)

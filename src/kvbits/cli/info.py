@@ -48,7 +48,7 @@ ENGINE_PLUGINS = (
 
 @command()
 def info(options: Output) -> None:
-    """Versions, CPU kernels, GPU, the cache of compiled kernels, and environment variables."""
+    """Print versions, CPU kernels, GPU, the cache of compiled kernels, and environment variables."""
     found = _found()
     if options.as_json:
         print_json(found)

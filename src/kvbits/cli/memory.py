@@ -118,7 +118,7 @@ class Memory:
         )
 
     def _in_gib(self, memory_bytes: int, weights_bytes: int) -> str:
-        """Say what is left if GB were meant as GiB, where the first leave nothing."""
+        """Return what is left if GB were meant as GiB, where the first leave nothing."""
         from ..units import human_bytes, parse_bytes
 
         text = (self.gpu_memory or "").strip()

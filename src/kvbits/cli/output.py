@@ -75,7 +75,7 @@ def _discard(number: int) -> None:
 
 
 def _replaces(encoding: str) -> bool:
-    """Tell whether an encoding can replace what it lacks; idna, punycode and undefined cannot."""
+    """Return whether an encoding can replace what it lacks; idna, punycode and undefined cannot."""
     try:
         return bool("\u6a21".encode(encoding, "replace"))
     except ValueError:
@@ -112,7 +112,7 @@ def close_streams(code: Any) -> Any:
 
 
 def lose_output(lost: OutputLost) -> int:
-    """Say that standard output is lost, unless its reader has left; returns the exit code."""
+    """Report that standard output is lost, unless its reader has left; returns the exit code."""
     cause = lost.__cause__
     _discard(1)
     if getattr(cause, "errno", None) == errno.EPIPE:
@@ -134,7 +134,7 @@ def write(text: str) -> None:
 
 
 def width() -> int:
-    """Columns that lines may take."""
+    """Return the number of columns that lines may take."""
     stated = os.environ.get("COLUMNS", "")
     if stated.isdecimal() and int(stated):
         return int(stated)
@@ -174,7 +174,7 @@ def wrapped(text: str, columns: int, indent: str = "") -> list[str]:
 
 
 def _longest(text: str, whole: bool) -> int:
-    """Cells of the longest part that no line may break."""
+    """Return the number of cells of the longest part that no line may break."""
     from rich.cells import cell_len
 
     parts = text.split("\n") if whole else text.split()
@@ -182,7 +182,7 @@ def _longest(text: str, whole: bool) -> int:
 
 
 def _needs(table: Table) -> list[int]:
-    """Cells that each column needs: its first and its numbers are not broken at all."""
+    """Return cells that each column needs: its first and its numbers are not broken at all."""
     found = []
     for i, column in enumerate(table.columns):
         texts = [str(c) for c in column.cells]
@@ -218,7 +218,7 @@ def _drawn(table: Table, columns: int) -> list[str]:
 
 
 def _rows(table: Table, columns: int) -> list[str]:
-    """A table as lines: each row its first cell, and under it the others by name."""
+    """Return a table as lines: each row its first cell, and under it the others by name."""
     from rich.cells import cell_len
 
     found = [line for part in str(table.title or "").split("\n") if part for line in wrapped(part, columns)]

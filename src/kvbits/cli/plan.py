@@ -76,7 +76,7 @@ class Planned(OfSchemes, Memory, Output):
 
 @command()
 def plan(options: Planned) -> None:
-    """Bytes of a cache per scheme, and how many users and tokens fit a GPU.
+    """Print the bytes of a cache per scheme, and how many users and tokens fit a GPU.
 
     Totals are what a cache of fixed capacity allocates to the byte: whole pages, scales, sinks, raw tail and padding
     included. Schemes are 16 bits and the recommended ones if none is named; `--scheme all` lists every one.
@@ -132,7 +132,7 @@ def plan(options: Planned) -> None:
 
 
 def _within(found: Plan, longest: int | None) -> Plan:
-    """The plan, with no context longer than the model was made for."""
+    """Return the plan, with no context longer than the model was made for."""
     if longest is None or found.memory_bytes is None:
         return found
     rows = tuple(
@@ -167,7 +167,7 @@ def _write_page(path: Path, ref: ModelRef, weights_bytes: int, options: Planned)
 
 
 def _chosen(ref: ModelRef, options: Planned) -> tuple[list[str | Scheme], dict[str, str]]:
-    """(schemes to plan, what is left out and why).
+    """Return (schemes to plan, what is left out and why).
 
     Raises:
         UnsupportedError: a scheme was named that this model or engine cannot have.

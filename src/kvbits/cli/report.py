@@ -22,7 +22,7 @@ class Reported(Output):
 
 @command()
 def report(options: Reported) -> None:
-    """One self-contained HTML page (no network needed) and Markdown tables from results.
+    """Write one self-contained HTML page (no network needed) and Markdown tables from results.
 
     Nothing is written into RESULTS.
     """

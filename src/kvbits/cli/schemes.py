@@ -20,7 +20,9 @@ class Listed(Output):
 
 @command("schemes")
 def list_schemes(options: Listed) -> None:
-    """The named schemes, with bits per element (scales, offsets and padding included), description and paper link."""
+    """Print the named schemes, with bits per element (scales, offsets and padding included), description and paper
+    link.
+    """
     from .. import schemes
     from ..spec import LayerGeometry, to_dict
 

@@ -83,7 +83,7 @@ class Results:
     outdated: tuple[str, ...] = ()
 
     def of_today(self) -> Results:
-        """The same without caches whose format is gone, or stores otherwise today than when it was measured."""
+        """Return the same without caches whose format is gone, or stores otherwise today than when it was measured."""
         names: dict[str, None] = {}
         models = {}
         for key, m in self.models.items():
@@ -186,14 +186,16 @@ def _order(cell: Cell, cells: dict[str, Cell]) -> tuple[Any, ...]:
 
 
 def bits(cell: Cell, cells: dict[str, Cell]) -> float | None:
-    """Bits per cached number: at long context where they are known, else those really held at the end of a window."""
+    """Return bits per cached number: at long context where they are known, else those really held at the end of a
+    window.
+    """
     stated = long_bits(cell)
     return held_bits(cell, cells) if stated is None else stated
 
 
 def long_bits(cell: Cell) -> float | None:
-    """Bits per cached number at long context: what the spec says, or of Transformers' own caches the code's and those
-    of a scale and a zero point of 16 bits for each `STOCK_GROUP` numbers; None where neither is known.
+    """Return bits per cached number at long context: what the spec says, or of Transformers' own caches the code's and
+    those of a scale and a zero point of 16 bits for each `STOCK_GROUP` numbers; None where neither is known.
     """
     stated, code = cell.info.get("bits_per_element"), cell.info.get("options", {}).get("nbits")
     if stated is None and code is not None:
@@ -202,7 +204,7 @@ def long_bits(cell: Cell) -> float | None:
 
 
 def held_bits(cell: Cell, cells: dict[str, Cell]) -> float | None:
-    """Bits per cached number really held at the end of a window, raw tokens and scales included."""
+    """Return bits per cached number really held at the end of a window, raw tokens and scales included."""
     base = next((c for c in cells.values() if c.kind == "base"), None)
     if base is None or "bytes_held" not in cell.summary or not base.summary.get("bytes_held"):
         return None

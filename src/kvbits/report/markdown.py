@@ -67,14 +67,14 @@ def conditions(model: Model) -> str:
 
 
 def measured(model: Model) -> dict[str, Cell]:
-    """Caches beside the model's own, without those that `_still_raw` says were not measured."""
+    """Return caches beside the model's own, without those that `_still_raw` says were not measured."""
     cells = model.tasks.get("fidelity", {})
     return {n: c for n, c in cells.items() if c.summary and c.kind != "base" and not _still_raw(c, cells)}
 
 
 def _still_raw(cell: Cell, cells: dict[str, Cell]) -> bool:
-    """Tell whether a scheme of few bits held its windows raw to their ends. Such windows are shorter than the scheme's
-    run of raw tokens, and say nothing about its codes.
+    """Return whether a scheme of few bits held its windows raw to their ends. Such windows are shorter than the
+    scheme's run of raw tokens, and say nothing about its codes.
     """
     stated, held = cell.info.get("bits_per_element"), held_bits(cell, cells)
     if stated is None or held is None:
@@ -84,7 +84,7 @@ def _still_raw(cell: Cell, cells: dict[str, Cell]) -> bool:
 
 
 def scheme_rows(results: Results, speeds: Speeds = UNTIMED) -> tuple[list[str], list[Row], list[str]]:
-    """(column names, rows by bits, sentences) of the table "which scheme should I take".
+    """Return (column names, rows by bits, sentences) of the table "which scheme should I take".
 
     Raises:
         SpecError: no fidelity results.
@@ -159,7 +159,7 @@ def _notes(models: dict[str, Model]) -> list[str]:
 
 
 def _of_other_formats(models: dict[str, Model]) -> list[str]:
-    """Caches whose format is gone, or stored otherwise where they were measured."""
+    """Return caches whose format is gone, or stored otherwise where they were measured."""
     cells = [c for m in models.values() for c in m.tasks["fidelity"].values()]
     return of_earlier(c.scheme for c in cells if c.outdated)
 
@@ -187,7 +187,7 @@ def _in_float32(models: dict[str, Model]) -> list[str]:
 
 
 def _unfit_notes(models: dict[str, Model]) -> list[str]:
-    """Say which schemes are unfit for which models, and why."""
+    """Return which schemes are unfit for which models, and why."""
     if not (found := unfit(models.values())):
         return []
     listed = "; ".join(f"`{name}` for {', '.join(m.title for m in some)}" for name, some in found.items())
@@ -202,8 +202,8 @@ def _unfit_notes(models: dict[str, Model]) -> list[str]:
 
 
 def _widths(models: dict[str, Model]) -> str:
-    """Say whose bits the table has, and how wide the heads are. The bits are those of the first model on which a scheme
-    was measured.
+    """Return whose bits the table has, and how wide the heads are. The bits are those of the first model on which a
+    scheme was measured.
     """
     widths: dict[str, dict[int, None]] = {}
     seen: set[str] = set()
@@ -219,9 +219,9 @@ def _widths(models: dict[str, Model]) -> str:
 
 
 def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
-    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets
-    measured on every one. One that needs no calibration comes first where it is usable (`MAX_KL`), then one that does
-    if it is better; none where even the best passes that limit.
+    """Return a sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among
+    presets measured on every one. One that needs no calibration comes first where it is usable (`MAX_KL`), then one
+    that does if it is better; none where even the best passes that limit.
 
     Args:
         speeds: of presets that are slower on a GPU than 16 bits, that is said.
@@ -246,7 +246,7 @@ def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
 
 
 def recommended(results: Results) -> tuple[str, ...]:
-    """The schemes that `recommendations` and `budgets` name as usable."""
+    """Return the schemes that `recommendations` and `budgets` name as usable."""
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     return tuple(
         name for _, names in _recommended(models) for name in names if _worst(models, name, "kl_mean") <= MAX_KL
@@ -254,7 +254,7 @@ def recommended(results: Results) -> tuple[str, ...]:
 
 
 def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
-    """One sentence a budget of bits, without figures that need an explanation."""
+    """Return one sentence a budget of bits, without figures that need an explanation."""
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     found = []
     for title, (first, *others) in _recommended(models):
@@ -277,8 +277,8 @@ def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
 
 
 def _smaller(models: dict[str, Model], scheme: str) -> str:
-    """Say how many times smaller a cache was at the end of the measured windows, and how many times in long contexts.
-    The first figure is the least of all models.
+    """Return how many times smaller a cache was at the end of the measured windows, and how many times in long
+    contexts. The first figure is the least of all models.
     """
     held = [(m, held_bits(measured(m)[scheme], m.tasks["fidelity"])) for m in models.values()]
     base = {m.name: next(c for c in m.tasks["fidelity"].values() if c.kind == "base") for m in models.values()}
@@ -293,7 +293,7 @@ def _worst(models: dict[str, Model], scheme: str, figure: str) -> float:
 
 
 def _bits(models: dict[str, Model], scheme: str) -> float:
-    """The most that a number costs at long context on any of the models."""
+    """Return the most that a number costs at long context on any of the models."""
     return max(b for m in models.values() if (b := bits(measured(m)[scheme], m.tasks["fidelity"])))
 
 
@@ -311,7 +311,7 @@ def _needs_calibration(scheme: str) -> bool:
 
 
 def _price(scheme: str, speeds: Speeds) -> str:
-    """Say what a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
+    """Return what a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
     return (" Needs a calibration (`kvbits calibrate`)." if _needs_calibration(scheme) else "") + _slow(scheme, speeds)
 
 
@@ -327,7 +327,7 @@ def _slow(scheme: str, speeds: Speeds) -> str:
 
 
 def _recommended(models: dict[str, Model]) -> list[tuple[str, list[str]]]:
-    """(class of bits, schemes, the first one first) of every class that has one."""
+    """Return (class of bits, schemes, the first one first) of every class that has one."""
     found = []
     for title, low, high in CLASSES:
         best, plain = best_of(models, low, high), best_of(models, low, high, calibrated=False)
@@ -339,7 +339,7 @@ def _recommended(models: dict[str, Model]) -> list[tuple[str, list[str]]]:
 
 
 def unfit(models: Iterable[Model]) -> dict[str, list[Model]]:
-    """preset -> models it is unfit for: perplexity or KL past what `kvbits check` lets pass."""
+    """Return preset -> models it is unfit for: perplexity or KL past what `kvbits check` lets pass."""
     found: dict[str, list[Model]] = {}
     for m in models:
         for name, c in measured(m).items():
@@ -349,13 +349,13 @@ def unfit(models: Iterable[Model]) -> dict[str, list[Model]]:
 
 
 def _least_mass(models: Iterable[Model], scheme: str) -> float | None:
-    """The least probability mass matched over those of the models where the scheme was measured."""
+    """Return the least probability mass matched over those of the models where the scheme was measured."""
     return min((measured(m)[scheme].summary["mass_matched"] for m in models if scheme in measured(m)), default=None)
 
 
 def _floor(results: Results, scheme: str) -> str:
-    """Say how much of the mass that a scheme loses is noise. The text gives the mass that the lossless cache matches,
-    and the mass that the scheme matches with less noise.
+    """Return how much of the mass that a scheme loses is noise. The text gives the mass that the lossless cache
+    matches, and the mass that the scheme matches with less noise.
     """
     found = []
     if (raw := _least_mass(results.as_used.values(), "raw")) is not None:
@@ -368,8 +368,8 @@ def _floor(results: Results, scheme: str) -> str:
 
 
 def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
-    """(column names, rows, a sentence) of the table of probability mass matched by `raw` and the recommended schemes on
-    each model, and the least of each dtype's models.
+    """Return (column names, rows, a sentence) of the table of probability mass matched by `raw` and the recommended
+    schemes on each model, and the least of each dtype's models.
     """
     sixteen = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     dtypes: dict[str, list[Model]] = {}
@@ -402,7 +402,7 @@ def percent(share: float | None) -> str:
 
 
 def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bool = True) -> str | None:
-    """The preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`.
+    """Return the preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`.
 
     None if none is on every model.
 
@@ -428,7 +428,9 @@ def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bo
 
 
 def weights_note(models: dict[str, Model]) -> str:
-    """Say what the weights of the measured models were made from. A name alone would promise the original's weights."""
+    """Return what the weights of the measured models were made from. A name alone would promise the
+    original's weights.
+    """
     by_format: dict[str, list[str]] = {}
     four = all("GGUF Q4" in (m.facts.get("weights") or {}).get("format", "") for m in models.values())
     for m in models.values():
@@ -439,7 +441,7 @@ def weights_note(models: dict[str, Model]) -> str:
 
 
 def _head_widths(models: dict[str, Model]) -> str:
-    """Channels of a head of each model: bits of a preset depend on them a little."""
+    """Return channels of a head of each model: bits of a preset depend on them a little."""
     widths: dict[str, list[str]] = {}
     for m in models.values():
         dims = dict.fromkeys(d for c in measured(m).values() for d in c.info.get("head_dims", []))
@@ -448,13 +450,13 @@ def _head_widths(models: dict[str, Model]) -> str:
 
 
 def runs_note(results: Results) -> str:
-    """The line under a table of all caches: of which day and commit each model's figures are."""
+    """Return the line under a table of all caches: of which day and commit each model's figures are."""
     models = [m for m in results.as_used.values() if "fidelity" in m.tasks]
     return "Runs: " + "; ".join(f"{m.title} {dated(c.run for c in measured(m).values())}" for m in models) + "."
 
 
 def report(results: Results) -> str:
-    """Everything as Markdown."""
+    """Return everything as Markdown."""
     parts = ["# What few bits cost"]
     if any("fidelity" in m.tasks for m in results.models.values()):
         columns, rows, notes = scheme_rows(results)
@@ -478,8 +480,8 @@ def report(results: Results) -> str:
 
 
 def octaves(cells: dict[str, Cell]) -> list[str]:
-    """A table of mean KL and flips by octave of position, with its growth per doubling; none where nothing was noted by
-    position.
+    """Return a table of mean KL and flips by octave of position, with its growth per doubling; none where nothing was
+    noted by position.
     """
     measured = {c.scheme: c.summary for c in cells.values() if c.kind != "base" and c.summary.get("octaves")}
     places = sorted({int(at) for s in measured.values() for at in s["octaves"]})
@@ -497,8 +499,8 @@ def octaves(cells: dict[str, Cell]) -> list[str]:
 
 
 def kinds(cells: dict[str, Cell]) -> list[str]:
-    """A table of the share that is right, by kind and length, and its difference to the 16-bit cache's in points with a
-    95 % interval.
+    """Return a table of the share that is right, by kind and length, and its difference to the 16-bit cache's in points
+    with a 95 % interval.
     """
     named = list(dict.fromkeys(kind for c in cells.values() for kind in c.summary.get("by_kind", {})))
     rows = [

@@ -42,7 +42,7 @@ NOTHING = Beside()
 
 
 def page(results: Results, beside: Beside = NOTHING) -> str:
-    """The page as HTML text, of today's formats only."""
+    """Return the page as HTML text, of today's formats only."""
     results = results.of_today()
     data = page_data(results, beside)
     models = [key for key, m in data["models"].items() if m["rows"]]
@@ -121,7 +121,7 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
 
 
 def page_data(results: Results, beside: Beside = NOTHING) -> dict[str, Any]:
-    """Everything the script draws, as JSON data."""
+    """Return everything the script draws, as JSON data."""
     results = results.of_today()
     models = {key: _model(m) for key, m in results.models.items() if m.tasks.keys() & {"fidelity", "attention"}}
     return {
@@ -133,8 +133,8 @@ def page_data(results: Results, beside: Beside = NOTHING) -> dict[str, Any]:
 
 
 def _points(results: Results, speeds: markdown.Speeds) -> list[dict[str, Any]]:
-    """A mark for every preset measured on all models, and every other cache on those that it serves: its bits at long
-    context, the KL of its worst model, its speed on a GPU (the middle of the shapes measured).
+    """Return a mark for every preset measured on all models, and every other cache on those that it serves: its bits at
+    long context, the KL of its worst model, its speed on a GPU (the middle of the shapes measured).
     """
     models = {k: m.tasks["fidelity"] for k, m in results.as_used.items() if "fidelity" in m.tasks}
     chosen = markdown.recommended(results)
@@ -241,7 +241,7 @@ def _heat(name: str) -> str:
 
 
 def _decode(cells: dict[str, Cell]) -> str:
-    """Speeds of single tokens after a context, the caches taking turns."""
+    """Return speeds of single tokens after a context, the caches taking turns."""
     setting = next(iter(cells.values())).settings
     rows = [(c, c.summary) for c in cells.values() if c.summary]
     figures = [
@@ -265,7 +265,7 @@ def _decode(cells: dict[str, Cell]) -> str:
 
 
 def _answer(results: Results, speeds: markdown.Speeds) -> str:
-    """A picture, and one sentence a budget."""
+    """Return a picture, and one sentence a budget."""
     plain = (
         "<p>A cache of fewer bits holds more tokens in the same memory and predicts the next token a little"
         " differently. How differently is measured by the KL divergence between its probabilities and the 16-bit"
@@ -302,7 +302,7 @@ def _unmeasured(results: Results) -> str:
 
 
 def markdown_table(results: Results, speeds: markdown.Speeds) -> str:
-    """The table of `markdown.scheme_rows` as HTML."""
+    """Return the table of `markdown.scheme_rows` as HTML."""
     columns, rows, notes = markdown.scheme_rows(results, speeds)
     shown = _table(columns, [r.cells for r in rows], [r.kind for r in rows])
     chosen = markdown.recommendations(results, speeds)
@@ -315,7 +315,7 @@ def markdown_table(results: Results, speeds: markdown.Speeds) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequence[str] = ()) -> str:
-    """A table, whose rows of the kind "stock" are marked."""
+    """Return a table, whose rows of the kind "stock" are marked."""
     head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in columns)
     marks = [" class=stock" if kind == "stock" else "" for kind in kinds] or [""] * len(rows)
     body = "".join(
@@ -326,7 +326,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequenc
 
 
 def _inline(text: str) -> str:
-    """Markdown's bold and code as HTML."""
+    """Return Markdown's bold and code as HTML."""
     bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html.escape(text, quote=False))
     return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
 

@@ -44,11 +44,11 @@ WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 
 
 Models = Mapping[str, tuple[ModelRef, int]]
-"""What a page is asked about by name: a model, and the bytes of its weights."""
+"""Models by name: a model, and the bytes of its weights."""
 
 
 def known() -> Models:
-    """The models of the list: configurations as their makers state them (assets/models.json)."""
+    """Return the models of the list: configurations as their makers state them (assets/models.json)."""
     refs = {name: ModelRef(name, Fields(stated)) for name, stated in json.loads(asset("models.json")).items()}
     return {name: (ref, bytes_of_config(ref)[0]) for name, ref in refs.items()}
 
@@ -83,7 +83,7 @@ def _kind(g: LayerGeometry) -> tuple[Any, ...]:
 
 
 def _schemes(layers: tuple[LayerGeometry, ...], kinds: list[Any], formats: _Formats) -> dict[str, list[list[int]]]:
-    """[[kind of layer, layers, format], ..] of every core preset that heads of these sizes can have."""
+    """Return [[kind of layer, layers, format], ..] of every core preset that heads of these sizes can have."""
     found = {}
     for name in schemes.CORE:
         with contextlib.suppress(SpecError):
@@ -110,7 +110,7 @@ def _model(model: ModelRef, weights_bytes: int, formats: _Formats) -> dict[str, 
 
 
 def _blocks(name: str, layers: tuple[LayerGeometry, ...], kinds: list[Any]) -> list[Any]:
-    """[tokens of a block, [[kind of layer, layers, bytes of a kv head in a block], ...]] of a format in vLLM.
+    """Return [tokens of a block, [[kind of layer, layers, bytes of a kv head in a block], ...]] of a format in vLLM.
 
     Raises:
         SpecError: heads of this size cannot have it.
@@ -129,7 +129,7 @@ def _blocks(name: str, layers: tuple[LayerGeometry, ...], kinds: list[Any]) -> l
 
 
 def plan_data(models: Models) -> dict[str, Any]:
-    """Everything the script counts with, as JSON data."""
+    """Return everything the script counts with, as JSON data."""
     formats = _Formats()
     listed = {name: _model(ref, nbytes, formats) for name, (ref, nbytes) in models.items()}
     widths: dict[int, dict[str, int]] = {}
@@ -152,7 +152,7 @@ def plan_data(models: Models) -> dict[str, Any]:
 
 
 def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
-    """The calculator as HTML, its data and script included; the first model is shown.
+    """Return the calculator as HTML, its data and script included; the first model is shown.
 
     Args:
         context, gpus, batch: where the sliders begin; their ends are 128 and 1M tokens, 1 and 256 users.
@@ -202,13 +202,13 @@ def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 
 
 
 def _measured_card(models: Models) -> str:
-    """The card on which the first model's speed was measured, else the commonest."""
+    """Return the card on which the first model's speed was measured, else the commonest."""
     speed = json.loads(asset("measured.json"))["speed"].get(next(iter(models)), {})
     return str(next(iter(speed), "H100"))
 
 
 def page(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
-    """The page as HTML text; see `section`."""
+    """Return the page as HTML text; see `section`."""
     title = "kvbits plan: how many users fit"
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -227,7 +227,7 @@ def asset(name: str) -> str:
 
 
 def select(name: str, label: str, options: Iterable[str] | Mapping[str, str], chosen: str = "") -> str:
-    """A labelled choice among options, or among the values of a mapping to what is shown of them."""
+    """Return a labelled choice among options, or among the values of a mapping to what is shown of them."""
     pairs = options.items() if isinstance(options, Mapping) else zip(options, options, strict=True)
     inner = "".join(
         f'<option value="{html.escape(v)}"{" selected" if v == chosen else ""}>{html.escape(t)}</option>'

@@ -1,0 +1,84 @@
+"""A docstring's first word says what it describes: an action of a function, a thing for the rest."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import kvbits
+
+ACTIONS = """
+    Abandon Add Allocate Announce Answer Append Assign Attend Begin Bind Break Bring Broadcast Build Calibrate
+    Call Carry Change Check Choose Close Collect Compare Compile Compute Copy Count Crop Cut Deal Decide Decode
+    Describe Do Drop Empty End Estimate Evict Explain Extend Feed Fill Find Flush Forget Free Generate Give Hand
+    Have Hold Import Install Invert Judge Keep Launch Lead Let List Load Make Measure Merge Move Name Note Open
+    Pack Parse Pin Plan Point Predict Prepare Print Put Quantize Raise Read Recode Refer Refuse Register Remove
+    Rename Repeat Replace Report Require Reset Return Run Screen See Set Show Split Start Store Switch Take Turn
+    Undo Wait Warn Wrap Write Yield
+"""
+VERBS = frozenset(ACTIONS.split())
+"""Verbs that functions open with. Add one if it is an action in the base form."""
+QUESTIONS = ("How", "Of", "That", "What", "When", "Where", "Whether", "Which", "Who", "Whose", "Why")
+"""Words that leave the noun to the end of the sentence."""
+
+
+def fault(kind, text):
+    """Return what is wrong with the head of a docstring of a "function" or a "thing", or None."""
+    words = text.split()
+    first, second = words[0].strip(",.:;"), words[1] if len(words) > 1 else ""
+    if first.capitalize() in QUESTIONS:
+        return "opens with a question word"
+    if kind == "function":
+        if first not in VERBS or second == "of":
+            return "does not open with a verb of VERBS"
+    elif second not in ("in", "of", "that", "with") and any(
+        form in VERBS for form in (first, first.removesuffix("s"), first.removesuffix("es"))
+    ):
+        return "opens with a verb, not with a noun"
+    return None
+
+
+def docstrings(tree):
+    """Yield (kind, line, text) of modules, classes, functions, and constants that a string follows."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and (
+            text := ast.get_docstring(node)
+        ):
+            is_read = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if isinstance(node, ast.ClassDef) or not is_read:
+                yield "thing" if isinstance(node, ast.ClassDef) else "function", node.lineno, text
+            elif text.split()[0] != "Return":  # a property is either: a thing, or a function that returns it
+                yield "thing", node.lineno, text
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            for before, after in zip(node.body, node.body[1:], strict=False):
+                if isinstance(before, (ast.Assign, ast.AnnAssign)) and isinstance(after, ast.Expr):
+                    yield "thing", before.lineno, ast.literal_eval(after.value)
+
+
+def test_docstrings_open_with_a_verb_or_a_noun():
+    folder = Path(kvbits.__file__).parent
+    read, faults = 0, []
+    for path in sorted(folder.rglob("*.py")):
+        for kind, line, text in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+            read += 1
+            if found := fault(kind, text):
+                faults.append(f"{path.relative_to(folder)}:{line} {found}: {text.splitlines()[0]}")
+    assert read > 1000
+    assert not faults, "\n".join(faults)
+
+
+def test_faults_are_found():
+    faults = {
+        "function": [
+            "What the pages are.",
+            "The pages of a row.",
+            "Name of a pool.",
+            "Returns a row.",
+            "float32 [H, D].",
+        ],
+        "thing": ["Who shares a scale.", "Closes pages without waiting.", "Store a token.", "Of a block."],
+    }
+    for kind, texts in faults.items():
+        assert all(fault(kind, text) for text in texts)
+    assert not fault("function", "Return the pages of a row.") and not fault("function", "Name a pool.")
+    assert not fault("thing", "Names of presets.") and not fault("thing", "Pages of one layer.")
