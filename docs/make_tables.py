@@ -425,7 +425,7 @@ def length_table(benchmarks: Path) -> str:
     for models in (_models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)):
         for m in _finest(models):
             cells = m.tasks["fidelity"]
-            how.append(f"{m.title}: {conditions(m)}")
+            how.append(f"- {m.name}: {conditions(m)}")
             for name in (name for name in SHOWN if name in cells):
                 s, c = cells[name].summary, cells[name]
                 texts |= {c.info["calibration"]["text"]: None} if "calibration" in c.info else {}
@@ -444,13 +444,13 @@ def length_table(benchmarks: Path) -> str:
                         change(s),
                     ]
                 )
-    calibrated = f" Calibrated on {', '.join(texts)}." if texts else ""
-    note = " ".join([f"{'; '.join(how)}.{calibrated} Runs: {dated(made)}.", *of_earlier(old)]) if made else ""
+    calibrated = [f"Calibrated on {', '.join(texts)}."] if texts else []
+    notes = ["\n".join(how), " ".join([*calibrated, f"Runs: {dated(made)}.", *of_earlier(old)])] if made else []
     said = (
-        f"Share of the tokens that attention read in 16 bits, heads of {NARROW}, every layer with full attention"
-        " (arithmetic, no measurement):"
+        f"Share of the tokens that attention read in 16 bits, computed for heads of {NARROW} and full attention in"
+        " every layer:"
     )
-    return _between(LENGTHS, "\n\n".join([said, _read_raw(), "Measured:", table(columns, rows), note]))
+    return _between(LENGTHS, "\n\n".join([said, _read_raw(), "Measured:", table(columns, rows), *notes]))
 
 
 def chains_table(benchmarks: Path) -> str:
