@@ -31,7 +31,7 @@ def test_what_is_no_path_is_refused(door, bad, tmp_path):
         "load": lambda: PagedCache.load(path),
         "find_model": lambda: find_model(path, look_up=False),
     }
-    with pytest.raises(SpecError, match="is no path|longer than a path can be|no such file"):
+    with pytest.raises(SpecError, match="is not a path|longer than a path can be|no such file"):
         doors[door]()
     assert not list(tmp_path.iterdir())
 

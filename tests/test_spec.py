@@ -609,5 +609,5 @@ def test_stock_bytes_count_the_window_the_stock_cache_keeps():
 
 @pytest.mark.parametrize("rotary", [1, "llama", [1.0], {"base": 10_000.0}])
 def test_a_rotary_that_is_none_is_refused(rotary):
-    with pytest.raises(SpecError, match="is no Rotary"):
+    with pytest.raises(SpecError, match="is not a Rotary"):
         LayerGeometry(num_kv_heads=2, head_dim=64, rotary=rotary)

@@ -37,7 +37,7 @@ def find(path: str | os.PathLike[str], what: str) -> Path:
     except FileNotFoundError:
         pass
     except (TypeError, ValueError) as error:  # zero bytes and lone surrogates are ValueErrors
-        raise SpecError(f"{what} {path!r} is no path ({error}); give the name of a file or folder") from error
+        raise SpecError(f"{what} {path!r} is not a path ({error}); give the name of a file or folder") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise SpecError(
@@ -57,7 +57,7 @@ def home(path: str | os.PathLike[str], what: str) -> Path:
         return found.expanduser()
     except RuntimeError as error:
         raise SpecError(
-            f"{what} {os.fspath(path)!r}: {found.parts[0]} is no user with a home folder here; write the path out"
+            f"{what} {os.fspath(path)!r}: {found.parts[0]} is not a user with a home folder here; write the path out"
         ) from error
 
 

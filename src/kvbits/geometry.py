@@ -565,8 +565,8 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
     num_heads = getattr(config, "num_attention_heads", None)
     if not isinstance(num_heads, int) or num_heads < 1:
         raise UnsupportedError(
-            f"{_name(config)} states no single num_attention_heads (found {num_heads!r}), so it is no plain attention"
-            " model"
+            f"{_name(config)} states no single num_attention_heads (found {num_heads!r}), so it is not a plain"
+            " attention model"
         )
     if (rank := latent_rank(config)) is not None:
         num_kv_heads, head_dim, value_dim = 1, rank, int(config.qk_rope_head_dim)

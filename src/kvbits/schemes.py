@@ -236,7 +236,7 @@ def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | 
             continue
         if one not in known and one not in groups:
             if Path(one).exists():
-                raise SpecError(f"{one} is no scheme file: their names end in .json")
+                raise SpecError(f"{one} is not a scheme file: their names end in .json")
             raise SpecError(unknown("scheme", one, [*groups, *known], ", or a file like mine.json"))
         found |= {name: name for name in groups.get(one, [one])}
     return list(found.values())

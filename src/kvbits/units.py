@@ -44,7 +44,7 @@ def parse_bytes(text: str, what: str = "memory") -> int:
         raise SpecError(f"{what} {text!r}: {match[3]} are bits; write {match[3][:-1]}B for bytes")
     nbytes = _scaled(match, _BYTES[match[3].upper()])
     if not 1 <= nbytes < _MOST:
-        few = "is no memory at all" if nbytes < 1 else "is more than any machine has"
+        few = "is less than a byte" if nbytes < 1 else "is more than any machine has"
         raise SpecError(f"{what} {text!r} {few}; write it like 24GB")
     return nbytes
 
@@ -58,7 +58,7 @@ def parse_tokens(text: str, what: str = "tokens", *, least: int = 1) -> int:
     match, text = _NUMBER.fullmatch(text.strip()), _shown(text)
     unit = None if match is None else _TOKENS.get(match[3].lower())
     if match is None or unit is None or _scaled(match, unit) * 10 ** len(match[2] or "") != int(_digits(match)) * unit:
-        raise SpecError(f"{what} {text!r} is no number of tokens; write 8192 or 8k (8 x 1,024)")
+        raise SpecError(f"{what} {text!r} is not a number of tokens; write 8192 or 8k (8 x 1,024)")
     if (n := _scaled(match, unit)) < least:
         raise SpecError(f"{what} {text!r}: at least {least} is needed")
     if n >= _MOST:

@@ -71,7 +71,7 @@ def test_a_scale_that_overflows_names_the_place_and_loses_nothing(backend, side)
                 "use scale_dtype='float32' or 'bfloat16' (float16 ends at 65504) in the specs of scheme 'int8', or keep"
                 " layer 1 raw (an Override)"
             ),
-            "Nothing was stored in this pass; crop or free sequence 1, or select the others, and they go on",
+            "Nothing was stored in this pass; crop or free sequence 1, or select the others, which can then continue",
         ):
             assert part in str(refusal.value)
         assert not cache.in_pass and cache.seq_lens == [64, 64]

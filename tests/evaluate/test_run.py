@@ -219,7 +219,7 @@ def test_a_trimmed_file_is_refused_where_its_items_are_needed(model, tmp_path):
     with pytest.raises(
         SpecError,
         match=(
-            r"was trimmed for keeping \(layers left out of its items\): no run can go on; give another --out, or"
+            r"was trimmed for keeping \(layers left out of its items\): a run cannot continue; give another --out, or"
             r" --overwrite"
         ),
     ):

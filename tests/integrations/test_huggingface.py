@@ -504,7 +504,7 @@ def test_a_sequence_whose_scale_overflows_can_be_left_out_and_the_others_go_on()
             with pytest.raises(
                 DataError,
                 match=(
-                    "values of layer 2, page of tokens 0 to 63 of sequence 1: .* or select the others, and they go on"
+                    "values of layer 2, page of tokens 0 to 63 of sequence 1: .* or select the others, which can then continue"
                 ),
             ):
                 model(input_ids=torch.tensor([[5], [5]]), attention_mask=mask, past_key_values=tried)

@@ -123,5 +123,5 @@ def test_nothing_is_put_unless_it_is_wanted_and_bad_calls_say_why(tmp_path):
     with pytest.raises(SpecError, match="chunk=0 must be"):
         KVCache.from_prefix(model, ids_of(9), store=store, chunk=0)
     for place in (None, str(tmp_path), tmp_path):
-        with pytest.raises(SpecError, match=r"store=.* is no store; pass store=kvbits\.PrefixStore"):
+        with pytest.raises(SpecError, match=r"store=.* is not a store; pass store=kvbits\.PrefixStore"):
             KVCache.from_prefix(model, ids_of(9), store=place)

@@ -216,7 +216,7 @@ def store_of(pages, layout=INT8, static=None):
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": True}, "batch_size=True"),
-        ({"num_q_heads": 3}, "3 query heads are no multiple of 2"),
+        ({"num_q_heads": 3}, "3 query heads are not a multiple of 2"),
         ({"num_q_heads": 0}, "num_q_heads=0"),
         ({"num_queries": 0}, "num_queries=0"),
         *(({"device": x}, "are for 'cpu' and 'cuda'") for x in ("meta", "gpu", None)),

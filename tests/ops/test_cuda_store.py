@@ -467,7 +467,7 @@ def test_refusals_name_the_reason():
 
     assert why(spec("int8"), spec("int4")) is None
     assert "head_dim=520" in why(spec("int8", PerToken()), head_dim=520)
-    assert "key groups of 384 channels are no power of two, as heads of 384 (above 256)" in why(
+    assert "key groups of 384 channels are not a power of two, as heads of 384 (above 256)" in why(
         spec("int8", PerToken()), head_dim=384
     )
     assert why(spec("int8", PerToken()), head_dim=512) is why(spec("int8", PerGroup(64)), head_dim=384) is None

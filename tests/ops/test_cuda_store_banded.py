@@ -603,8 +603,8 @@ def test_refusals_need_no_gpu():
     key, value = sides("klt2")
     assert refused(key, value) is None and refused(key, value, 256) is None
     assert refused(key, RAW) == "raw values beside trellis codes have no CUDA kernel"
-    assert refused(key, value, 80) == "head_dim=80 of trellis codes is no multiple of 32 or above 256"
-    assert refused(key, value, page_size=512) == "page_size=512 of trellis codes is above 256 or no multiple of 16"
+    assert refused(key, value, 80) == "head_dim=80 of trellis codes is not a multiple of 32 or above 256"
+    assert refused(key, value, page_size=512) == "page_size=512 of trellis codes is above 256 or not a multiple of 16"
     assert refused(key, value, 256, 128) == "128 tokens of 256 take 133152 bytes as operands, more than a block's 98304"
     assert (
         refused(key, value, dtype=torch.float64)

@@ -112,7 +112,7 @@ def test_results_of_other_settings_or_chains_are_not_shown_beside_each_other(fol
         data.pop("sum", None)
         data["items"][key]["chain_sha256"] = chain
         path.write_text(json.dumps(data))
-    with pytest.raises(SpecError, match=f"{re.escape(key)} is another chain; measure it again"):
+    with pytest.raises(SpecError, match=f"{re.escape(key)} is a different chain; measure it again"):
         collect(tmp_path)
 
 

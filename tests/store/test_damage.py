@@ -306,10 +306,10 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
         where.set_aside,
         lambda space, name: where.write(space, [(name, [memoryview(b"x")])]),
     ):
-        with pytest.raises(SpecError, match="is no name of a file of a store"):
+        with pytest.raises(SpecError, match="is not a file name of a store"):
             call("ab" * 20, name)
     for space in ("..", "../x", "", "/"):
-        with pytest.raises(SpecError, match="is no folder of a store"):
+        with pytest.raises(SpecError, match="is not a folder of a store"):
             where.open(space, "a" * 40 + ".0-1")
     assert [p.name for p in tmp_path.rglob("*")] == ["store"]
 

@@ -471,7 +471,7 @@ def test_a_prefix_is_loaded_into_pages_alone(store):
     with pytest.raises(
         DataError,
         match=(
-            r"load\(\) into a SimpleNamespace, which is no PagedCache; KVCache.from_prefix\(model, ids, store=store\)"
+            r"load\(\) into a SimpleNamespace, which is not a PagedCache; KVCache.from_prefix\(model, ids, store=store\)"
         ),
     ):
         store.load(kv, ids_of(300))

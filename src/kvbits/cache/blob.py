@@ -166,7 +166,7 @@ class Header:
                     " or make it again"
                 )
         if zlib.crc32(data[: HEADER_BYTES - 4]) != crc:
-            raise FileFormatError(f"the header of {what} is damaged: its CRC-32 is another than it says")
+            raise FileFormatError(f"the header of {what} is damaged: CRC-32 mismatch")
         identity = Identity(**{name: fields.pop(name) for name in _WHOSE})
         kind, pages, table_bytes, data_bytes = (fields[x] for x in ("kind", "pages", "table_bytes", "data_bytes"))
         if (
@@ -195,10 +195,10 @@ class Header:
         if mine.calibration != wanted.calibration:
             return "it is of another calibration"
         if (mine.rope, mine.layers, mine.page_size) != (wanted.rope, wanted.layers, wanted.page_size):
-            return "its layers or pages are others"
+            return "its layers or page sizes differ"
         if mine.kv_heads * mine.shards != wanted.kv_heads * wanted.shards:
             return (
-                f"its kv heads are others: {mine.kv_heads} in each of {mine.shards} shards, here {wanted.kv_heads} in"
+                f"its kv heads differ: {mine.kv_heads} in each of {mine.shards} shards, here {wanted.kv_heads} in"
                 f" each of {wanted.shards}"
             )
         return None

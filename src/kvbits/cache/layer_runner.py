@@ -79,7 +79,7 @@ def _name_the_page(
         except DataError as error:
             raise DataError(
                 f"{what}: {error} {_in_the_specs(spec, scheme, place)}; crop or free sequence {c.row}, or select the"
-                " others, and they go on"
+                " others, which can then continue"
             ) from error
 
 
@@ -208,7 +208,7 @@ class LayerRunner:
         if f.device is not None:
             if read:
                 raise CacheStateError(
-                    f"layer {layer} reads what tokens see in a pass that the device leads; append(.., read=True) before"
+                    f"layer {layer} reads what tokens see in a pass that the device runs; append(.., read=True) before"
                     " any other layer of the pass"
                 )
             f.device.write(layer, stored, v)

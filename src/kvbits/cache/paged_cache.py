@@ -571,7 +571,7 @@ class PagedCache:
         now = self.owner.now()
         if now is not None and now != self.made_for:
             raise CacheStateError(
-                "the model changed since this cache was made: its weights, adapters or settings are others (identity"
+                "the model changed since this cache was made: its weights, adapters or settings differ (identity"
                 f" {now[:12]}, {str(self.made_for)[:12]} then; see kvbits.identity), so nobody knows which of them made"
                 " these keys; put back what was then, fill a new cache, or name what a hook holds by made_for=.."
             )

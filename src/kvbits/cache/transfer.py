@@ -229,7 +229,7 @@ def is_count(n: object) -> bool:
 def _check(g: LayerGroup, s: Sequence) -> None:
     lists: list[Any] = [s.sink, s.closed, s.closed_lengths, s.tail, s.tail_lengths, s.boundaries, s.lost, s.young]
     if not all(type(x) is list for x in lists) or len(s.sink) > 1:
-        raise ValueError("page lists that are no lists")
+        raise ValueError("page lists that are not lists")
     numbers = [s.length, s.released, s.dropped, s.speculated, s.closed_since, s.residual_length]
     if not all(is_count(n) for n in numbers + [n for x in lists for n in x if x is not s.closed or n is not None]):
         raise ValueError("page lists that hold something else than counts")
@@ -422,7 +422,7 @@ def swap_in(groups: list[GroupState], row: int, swapped: SwappedSequence, identi
         PoolFullError: pages are missing.
     """
     if not isinstance(swapped, SwappedSequence):
-        raise DataError(f"{type(swapped).__name__} is no swapped sequence; give what swap_out() returned")
+        raise DataError(f"{type(swapped).__name__} is not a swapped sequence; give what swap_out() returned")
     if length := groups[0].sequences[row].length:
         raise CacheStateError(
             f"sequence {row} holds {counted(length, 'token')}; swap into an empty row, or free({row}) first"

@@ -29,9 +29,9 @@ def _object(option: str, text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise SpecError(f"{option} {text!r} is no JSON object: {error}") from error
+        raise SpecError(f"{option} {text!r} is not a JSON object: {error}") from error
     if not isinstance(given, dict):
-        raise SpecError(f"{option} {text!r} is no JSON object")
+        raise SpecError(f"{option} {text!r} is not a JSON object")
     return given
 
 
@@ -332,7 +332,7 @@ def _may_replace(out: Path, model: ModelRef, scheme: str) -> None:
         info = json.loads(about["info"])
         old = {"scheme": info.get("scheme"), "model": info.get("model")}
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise SpecError(f"--out {out} exists and is no calibration that could be replaced; {way_out}") from e
+        raise SpecError(f"--out {out} exists and is not a calibration that could be replaced; {way_out}") from e
     for what, new in (("scheme", scheme), ("model", model.name)):
         if old[what] != new:
             raise SpecError(f"--out {out} holds a calibration of {what} {old[what]!r}, not {new!r}; {way_out}")

@@ -63,7 +63,7 @@ def evaluate(options: Evaluated) -> None:
     name = ref.short_name.removesuffix(".gguf") if options.name is None else options.name
     if not name or "/" in name or name.startswith("."):
         raise SpecError(
-            f"--name {name!r} is no name of a folder; results go to OUT/NAME, so give one without a slash or a dot at"
+            f"--name {name!r} is not a folder name; results go to OUT/NAME, so give one without a slash or a dot at"
             " its front"
         )
     from ..calibrate import Calibration

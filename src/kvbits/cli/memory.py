@@ -146,7 +146,7 @@ class Memory:
         except ValueError:
             share = -1.0
         if not 0 <= share < 100:
-            raise SpecError(f"--reserve {self.reserve!r} is no share of a GPU; write 0% to 99%, or bytes like 8GB")
+            raise SpecError(f"--reserve {self.reserve!r} is not a share of a GPU; write 0% to 99%, or bytes like 8GB")
         return int(memory_bytes * share / 100)
 
 

@@ -434,7 +434,7 @@ def base_of(bench: Bench, goal: Goal, names: Sequence[str], *, progress: bool = 
     known = [presets.for_layers(name, goal.layers) for name in names]
     if goal.scheme is not None:
         if goal.scheme not in names:
-            raise SpecError(f"{goal.scheme} is no start for this model; take {', '.join(names)}")
+            raise SpecError(f"{goal.scheme} cannot start a fit of this model; take {', '.join(names)}")
         return known[names.index(goal.scheme)]
     if goal.context is not None and (memory := goal.memory_bytes) is not None:
         return next((s for s in reversed(known) if goal.nbytes(s) <= memory), known[0])

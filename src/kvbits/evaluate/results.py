@@ -142,7 +142,7 @@ def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
     old = read(path)
     if left_out := old.get("trimmed"):
         raise SpecError(
-            f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): no run can go on; give"
+            f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): a run cannot continue; give"
             " another --out, or --overwrite"
         )
     if differs := different(header, old):
@@ -193,7 +193,7 @@ def read(path: Path) -> dict[str, Any]:
     said = data.pop("sum", None) if isinstance(data, dict) else None  # older files have none
     if said is not None and said != _sum(data):
         raise FileFormatError(
-            f"{path} is damaged or was edited: it holds other values than its sum says; copy it again, remove it, or"
+            f"{path} is damaged or was edited: its values do not match its sum; copy it again, remove it, or"
             ' keep an edit by removing the entry "sum"'
         )
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:

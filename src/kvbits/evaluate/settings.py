@@ -96,7 +96,7 @@ class Options:
         if self.draws < 0:
             raise SpecError(f"draws={self.draws} is negative; 0 writes one greedy answer")
         if bad_contexts := [n for n in self.contexts if n < 1]:
-            raise SpecError(f"contexts: a prompt of {bad_contexts[0]} tokens is none; at least 1 is needed")
+            raise SpecError(f"contexts={bad_contexts[0]} must be at least 1 token")
         if unknown := [name for name in self.data if name not in DATA]:
             raise SpecError(f"data {unknown[0]!r} belongs to no benchmark; known: {', '.join(DATA)}")
         if bad := [d for d in self.depths if not 0 <= d <= 1]:

@@ -262,7 +262,7 @@ class KVCache(Closed, Cache):
                 f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes"
             )
         if store is None or isinstance(store, (str, Path)):
-            raise SpecError(f"store={store!r} is no store; pass store=kvbits.PrefixStore(FOLDER)")
+            raise SpecError(f"store={store!r} is not a store; pass store=kvbits.PrefixStore(FOLDER)")
         if inputs := [
             name
             for name in options

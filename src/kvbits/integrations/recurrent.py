@@ -205,7 +205,7 @@ class States:
             raise CacheStateError(
                 f"a forward pass broke off after it had moved recurrent states ({counted(len(self.layers), 'layer')} of"
                 " this model have them), which cannot be taken back; call reset() and pass the whole sequence again,"
-                " or go on with a copy.deepcopy of the cache that was made before"
+                " or continue with a copy.deepcopy of the cache that was made before"
             )
 
     def crop(self, n: int, recording: bool) -> None:

@@ -107,7 +107,7 @@ def plan(
             f"parts of one plan have the same kv heads and head sizes, got (kv heads, of keys, of values) {shapes}"
         )
     if num_q_heads % heads:
-        raise SpecError(f"{num_q_heads} query heads are no multiple of {heads} kv heads")
+        raise SpecError(f"{num_q_heads} query heads are not a multiple of {heads} kv heads")
     try:
         check_factors(d**-0.5 if scaling is None else scaling, softcap)
     except DataError as error:

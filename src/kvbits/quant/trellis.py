@@ -72,7 +72,7 @@ def rings(widths: tuple[int, ...], head_dim: int, kind: str) -> tuple[tuple[int,
 
     A ring is four runs of four neighbouring channels. Keys ("k"): the four runs of a band, which lie in the four fields
     of a word's bytes, byte by byte. Values ("v"): runs head_dim / 4 apart, which lie in the fields of the same four
-    bytes of a row, field by field. Rings are shorter where head_dim is no multiple of 16.
+    bytes of a row, field by field. Rings are shorter where head_dim is not a multiple of 16.
 
     Args:
         widths: bits of each band; of values one number.

@@ -173,7 +173,7 @@ def _require_alike(files: list[dict[str, Any]]) -> None:
             for key, item in f["items"].items()
             if item.get("chain_sha256") != base.get(key, item).get("chain_sha256")
         ]
-        if differs := different(mine, shared[at]) + [f"{key} is another chain" for key in other]:
+        if differs := different(mine, shared[at]) + [f"{key} is a different chain" for key in other]:
             raise SpecError(
                 f"{f['model']['name']}/{f['task']}/{f['scheme']}.json was measured on something else than"
                 f" {files[at]['scheme']}.json beside it: {differs[0]}; measure it again, or move it to another folder"

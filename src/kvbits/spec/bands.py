@@ -49,7 +49,7 @@ def widths(bands: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
     """Return bits of each band of a head: `bands` where they are as many as the head has, else as many bits in the
     mean, dealt out anew.
 
-    The last band is narrower where head_dim is no multiple of `BAND`.
+    The last band is narrower where head_dim is not a multiple of `BAND`.
 
     Raises:
         SpecError: the mean cannot be dealt out: above `MOST_DEALT` bits a band, or less than 2 bits in all.

@@ -62,7 +62,7 @@ class LayerGeometry:
             raise SpecError("chunked=True needs sliding_window, the tokens of a chunk")
         if self.rotary is not None:
             if not isinstance(self.rotary, Rotary):
-                raise SpecError(f"rotary={self.rotary!r} is no Rotary")
+                raise SpecError(f"rotary={self.rotary!r} is not a Rotary")
             self.rotary.frequencies(self.head_dim)
 
     def dim(self, side: str) -> int:

@@ -96,7 +96,7 @@ class Folder:
         """
         for part in (namespace, bucket):
             if not _PART.fullmatch(part):
-                raise SpecError(f"{part!r} is no folder of a store")
+                raise SpecError(f"{part!r} is not a folder of a store")
         where = f"{self._root}/{namespace}"
         try:
             if make:
@@ -311,8 +311,8 @@ def _bucket(name: str) -> str:
     """Return the folder that a file is in.
 
     Raises:
-        SpecError: it is no name of a file of a store.
+        SpecError: it is not a file name of a store.
     """
     if not NAME.fullmatch(name):
-        raise SpecError(f"{name!r} is no name of a file of a store")
+        raise SpecError(f"{name!r} is not a file name of a store")
     return name[:2]

@@ -210,7 +210,7 @@ class Namespace:
                 (end - self.cuts.num_sinks) // self.cuts.page_size,
             )
             if kind == Kind.PAGES and not pages.fit(source.table.pages, self.groups, columns):
-                raise FileFormatError(f"{source.path} holds pages of other tokens than its header says")
+                raise FileFormatError(f"{source.path} holds pages of tokens that differ from its header")
         except FileFormatError as error:
             self.set_aside(DamagedError(name, str(error)))
             return None

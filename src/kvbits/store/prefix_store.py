@@ -255,7 +255,7 @@ class PrefixStore:
         tokens = keys.token_ids(ids)
         if not isinstance(cache, PagedCache):  # a KVCache counts the columns of its prompts, too
             raise DataError(
-                f"load() into a {type(cache).__name__}, which is no PagedCache; KVCache.from_prefix(model, ids,"
+                f"load() into a {type(cache).__name__}, which is not a PagedCache; KVCache.from_prefix(model, ids,"
                 " store=store) begins with a prefix"
             )
         cache.require_named_model()

@@ -116,7 +116,7 @@ class Format:
         """
         for d in (head_dim, value_head_dim):
             if d % 8 or not 64 <= d <= WIDEST:
-                return f"head_dim={d} is no multiple of 8 from 64 to {WIDEST}; use --kv-cache-dtype auto"
+                return f"head_dim={d} is not a multiple of 8 from 64 to {WIDEST}; use --kv-cache-dtype auto"
         if self.calibrated and (head_dim != value_head_dim or head_dim > WIDEST_CALIBRATED):
             widths = f"keys of {head_dim} and values of {value_head_dim} channels"
             return (
@@ -125,7 +125,7 @@ class Format:
             )
         if self.calibrated and head_dim % 16:
             return (
-                f"{self.name} has codes of eight bands, and head_dim={head_dim} is no multiple of 16; use"
+                f"{self.name} has codes of eight bands, and head_dim={head_dim} is not a multiple of 16; use"
                 " kvbits_int8_centered"
             )
         if key_bias and schemes.weak_to_key_bias(self.scheme):

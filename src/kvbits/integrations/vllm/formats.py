@@ -64,7 +64,7 @@ def tag_for(form: Format) -> torch.dtype:
     )
     if tag is None:
         raise UnsupportedError(
-            f"a scheme file with more than {len(_SPARE_TAGS)} formats that are no kvbits dtype; use fewer"
+            f"a scheme file with more than {len(_SPARE_TAGS)} formats that are not kvbits dtypes; use fewer"
         )
     _BY_TAG.setdefault(tag, form)
     return tag
@@ -89,7 +89,7 @@ def layout_for(
         return raw_layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
     if kv_cache_dtype not in FORMATS:
         raise UnsupportedError(
-            f"kv_cache_dtype={kv_cache_dtype!r} is no format of kvbits; known: auto, {', '.join(LISTED)}"
+            f"kv_cache_dtype={kv_cache_dtype!r} is not a format of kvbits; known: auto, {', '.join(LISTED)}"
         )
     return FORMATS[kv_cache_dtype].layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
 
@@ -103,7 +103,7 @@ def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_he
     if dtype in RAW_DTYPES:
         return raw_layout(num_kv_heads, head_dim, value_head_dim, RAW_DTYPES[dtype])
     if dtype not in _BY_TAG:
-        raise UnsupportedError(f"pages of {dtype} are no format of kvbits; known: auto, {', '.join(LISTED)}")
+        raise UnsupportedError(f"pages of {dtype} are not a format of kvbits; known: auto, {', '.join(LISTED)}")
     return _BY_TAG[dtype].layout(num_kv_heads, head_dim, value_head_dim)
 
 

@@ -42,7 +42,7 @@ def refuses(layout: PageLayout) -> str | None:
         return f"keys have {layout.head_dim} channels and values {layout.value_head_dim}; the kernel reads one width"
     for kind, spec in (("key", key), ("value", value)):
         if spec.is_raw or spec.number_format.kind == "float" or spec.bits > 4:
-            return f"{spec.format} {kind}s are no numbers of at most 16 levels"
+            return f"{spec.format} {kind}s are not numbers of at most 16 levels"
         if spec.center or spec.scale_dtype != "float16":
             return f"{kind}s have a mean or scales in {spec.scale_dtype}"
     if not isinstance(key.granularity, PerChannel):

@@ -177,7 +177,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     candidates = _candidates()
     path = next((p for p in candidates if p.is_file()), None)
     if path is None and os.environ.get("KVBITS_CPU_LIBRARY"):
-        return None, f"KVBITS_CPU_LIBRARY={str(candidates[0])!r} is no file"
+        return None, f"KVBITS_CPU_LIBRARY={str(candidates[0])!r} is not a file"
     if path is None:
         return (
             None,

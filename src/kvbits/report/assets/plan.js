@@ -81,7 +81,7 @@ const plan = (() => {
   // A model of a config.json: decoders whose layers are all alike, whose every number is stated. Anything else is refused, never guessed.
   function read(data, text) {
     let c;
-    try { c = JSON.parse(text); } catch { throw Error("This is no JSON; paste the whole config.json."); }
+    try { c = JSON.parse(text); } catch { throw Error("This is not JSON; paste the whole config.json."); }
     const family = data.plain[c?.model_type], way = "run `kvbits plan config.json --html page.html`";
     if (!family) throw Error(`The page reads ${Object.keys(data.plain).join(", ")}, not ${c?.model_type}; ${way}.`);
     const asked = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", ...family.stated];

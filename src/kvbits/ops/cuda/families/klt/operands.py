@@ -46,9 +46,9 @@ def refuses_bands(layout: PageLayout) -> str | None:
         if not spec.is_trellis:
             return f"{spec.format} {kind} beside trellis codes have no CUDA kernel"
     if d % step or d > 256:
-        return f"head_dim={d} of trellis codes is no multiple of {step} or above 256"
+        return f"head_dim={d} of trellis codes is not a multiple of {step} or above 256"
     if layout.page_size > 256 or layout.page_size % 16:
-        return f"page_size={layout.page_size} of trellis codes is above 256 or no multiple of 16"
+        return f"page_size={layout.page_size} of trellis codes is above 256 or not a multiple of 16"
     return None
 
 

@@ -28,7 +28,7 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
             return f"a page of {layout.page_size} x {d} numbers does not fit one block"
         groups = 1 if isinstance(spec.granularity, PerChannel) else spec.num_groups(d)
         if d // groups % 8:
-            return f"{kind} groups of {d // groups} channels are no multiple of 8"
+            return f"{kind} groups of {d // groups} channels are not a multiple of 8"
     return None
 
 

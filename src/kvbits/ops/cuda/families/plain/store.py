@@ -35,9 +35,11 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
         if spec.is_raw or spec.static:
             continue
         if (size := d // spec.num_groups(d)) % 8:
-            return f"{kind} groups of {size} channels are no multiple of 8"
+            return f"{kind} groups of {size} channels are not a multiple of 8"
         if (most := max(layout.head_dim, layout.value_head_dim)) > WARP_DIM and size & (size - 1):
-            return f"{kind} groups of {size} channels are no power of two, as heads of {most} (above {WARP_DIM}) take"
+            return (
+                f"{kind} groups of {size} channels are not a power of two, as heads of {most} (above {WARP_DIM}) need"
+            )
     return None
 
 

@@ -26,13 +26,13 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     if layout.head_dim % 4 or layout.value_head_dim % 4:
-        return f"head_dim={layout.head_dim} or value_head_dim={layout.value_head_dim} is no multiple of 4"
+        return f"head_dim={layout.head_dim} or value_head_dim={layout.value_head_dim} is not a multiple of 4"
     if layout.page_size % 16 and not (layout.key.is_raw and layout.value.is_raw):
-        return f"page_size={layout.page_size} is no multiple of 16"
+        return f"page_size={layout.page_size} is not a multiple of 16"
     if (layout.key.is_raw or layout.value.is_raw) and layout.raw_dtype != str(dtype)[6:]:
         return f"raw pages are {layout.raw_dtype}, rows {str(dtype)[6:]}"
     if layout.key.pre_rope and layout.head_dim % 8:
-        return f"head_dim={layout.head_dim} is no multiple of 8, which keys from before the rotary embedding need"
+        return f"head_dim={layout.head_dim} is not a multiple of 8, which keys from before the rotary embedding need"
     if (nbytes := tile_bytes(layout)) > driver.MOST_SHARED:
         return (
             f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's"
