@@ -28,13 +28,14 @@ class Settings:
     """
 
     percentile: float | None = setting(
-        None, "Of static scales: percent of elements in the range, 90 to 100; 99.9, or all but the outliers."
+        None,
+        "Percent of elements in the range of static scales, 90 to 100; if not given 99.9, or all but the outliers.",
     )
-    weights: str = setting("fisher", "Of codebooks: fisher (squared gradients) or none.")
-    per_head: bool = setting(False, "Of codebooks: one for each kv head.")
-    checkpointing: bool = setting(False, "Of codebooks: less memory, by computing activations again.")
+    weights: str = setting("fisher", "Weights of codebooks: fisher (squared gradients) or none.")
+    per_head: bool = setting(False, "Make one codebook for each kv head.")
+    checkpointing: bool = setting(False, "Compute activations of codebooks again, which takes less memory.")
     skip_tokens: int | None = setting(
-        None, "First tokens of each window left out; the scheme's sinks if not given.", least=0
+        None, "First tokens of each window to leave out; the scheme's sinks if not given.", least=0
     )
 
     def __post_init__(self) -> None:

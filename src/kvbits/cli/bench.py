@@ -42,11 +42,11 @@ class Timed(OfSchemes, OnThreads):
 
 @command()
 def bench(options: Timed) -> None:
-    """Check the attention of each core preset against float64 here, and time it beside torch's: decoding, and a chunk
-    of a prompt over what is cached.
+    """Check the attention of each core preset against float64 on this machine, and time it beside torch's.
 
-    On a GPU (compute capability 8.0 or later), or on the CPU. Takes some minutes, of which compiling kernels is the
-    first. The file can be sent in: nothing in it names more of this machine than its processor, its GPU and versions.
+    The times are of decoding, and of a chunk of a prompt over cached tokens. It runs on a GPU (compute capability 8.0
+    or later), or on the CPU, and takes some minutes, since it compiles kernels first. You can send the file in: it
+    names the processor, the GPU and versions, and nothing else of this machine.
     """
     import torch
 

@@ -63,29 +63,28 @@ class Calibrated(OfModel):
         None, "Tokens of a window: 1,024 for klt, 256 for static scales, 2,048 for codebooks.", tokens=2
     )
     settings: Settings = field(default_factory=Settings)
-    seed: int = setting(0, "Which windows are drawn.", least=0)
+    seed: int = setting(0, "Seed that draws the windows.", least=0)
     engine: str = setting(
-        "transformers", "What runs the model: transformers, or vllm, also over several GPUs (klt presets)."
+        "transformers", "Engine that runs the model: transformers, or vllm, also over several GPUs (klt presets)."
     )
     engine_options: dict[str, Any] | None = setting(
-        None, "Of vllm.LLM, as JSON.", metavar="'{\"tensor_parallel_size\": 4}'", read=_object
+        None, "Options of vllm.LLM, as JSON.", metavar="'{\"tensor_parallel_size\": 4}'", read=_object
     )
     force: bool = setting(
         False,
-        "Replace OUT even if it is of another scheme or model, or no calibration; without OUT make again what is kept.",
+        "Replace OUT, whatever it holds; without --out make the kept calibration again.",
     )
 
 
 @command()
 def calibrate(options: Calibrated) -> None:
-    """Measure on a model what klt presets need (and static scales and codebooks), and save it with a fingerprint:
-    minutes for a small model on a CPU.
+    """Measure the bases, scales or codebooks that schemes need on a model, and save them with a fingerprint.
 
-    Of klt presets one file serves all, in Transformers, vLLM and SGLang, on any number of GPUs; without --out it is
-    found there by itself. Several schemes share one pass over the text. Codebooks take a backward pass per window;
-    stopped, the same command goes on where it was (OUT.partial).
+    It takes minutes for a small model on a CPU. One file serves all klt presets, in Transformers, vLLM and SGLang, on
+    any number of GPUs. Without --out they find it by themselves. Several schemes share one pass over the text.
+    Codebooks take a backward pass for each window. If it was stopped, the same command continues (OUT.partial).
 
-    A cache for another model, rotary setting or scheme refuses the file and says what differs.
+    A cache for a different model, rotary setting or scheme refuses the file and reports what differs.
     """
     ref, out = options.ref, options.out
     from .. import schemes

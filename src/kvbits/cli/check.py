@@ -36,10 +36,10 @@ class Checked(InDtype):
     )
     calibration_text: str | None = setting(
         None,
-        "Without such a file: calibrate on this text first.",
+        "Text to calibrate on first, without a --calibration.",
         shown="klt: what is kept of the model, made once; else the novel's end",
     )
-    windows: int = setting(2, "Windows that confirm; the first is looked into layer by layer.", least=1)
+    windows: int = setting(2, "Windows that are measured; the first is also examined layer by layer.", least=1)
     length: int | None = setting(
         None,
         "Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.",

@@ -261,7 +261,7 @@ def _tokens(least: int) -> Callable[[Any], int]:
 class Output:
     """Options that every command has."""
 
-    as_json: bool = setting(False, "Print one JSON object instead of a table; an error is one too.", "--json")
+    as_json: bool = setting(False, "Print one JSON object instead of a table, for an error too.", "--json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +353,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -15,17 +15,20 @@ class Shown(OfSchemes, OnThreads):
     """Options of `kvbits demo`: what is shown."""
 
     model: str | None = setting(None, "Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.")
-    context: int = setting(1024, "Tokens of text that the cache holds before; fewer are faster; 1k is 1,024.", tokens=1)
-    new_tokens: int = setting(32, "Tokens fed one by one behind them for the speed, and tokens generated.", tokens=2)
+    context: int = setting(
+        1024, "Tokens of text in the cache before decoding; fewer are faster; 1k is 1,024.", tokens=1
+    )
+    new_tokens: int = setting(
+        32, "Tokens fed one by one after the context for the speed, and tokens generated.", tokens=2
+    )
 
 
 @command()
 def demo(options: Shown) -> None:
-    """Run one text through the 16-bit cache and through each scheme: memory as it grows, accuracy, speed, and two texts
-    side by side.
+    """Compare each scheme with the 16-bit cache on one text: memory, accuracy, speed, and generated text.
 
-    Schemes are int8_centered (the recommended one), klt4 and klt2 if none is named; the basis of the last two is
-    calibrated first, on another part of the text.
+    Schemes are int8_centered (the recommended one), klt4 and klt2 if none is named. The basis of the last two is
+    calibrated first, on a different part of the text.
     """
     from ..embedded import NAME
     from ..model_ref import ModelRef

@@ -19,7 +19,7 @@ from .output import show, tell
 class Evaluated(OfSchemes, InDtype):
     """Options of `kvbits eval`: what is evaluated."""
 
-    out: Path = setting(..., "Folder for results: MODEL/TASK/SCHEME.json. A run that stopped goes on there.")
+    out: Path = setting(..., "Folder for results: MODEL/TASK/SCHEME.json. A run that stopped continues there.")
     caches: Path | None = setting(
         None, "Python file with a mapping CACHES of caches of your own, for --schemes by name or all as `caches`."
     )
@@ -42,20 +42,20 @@ class Evaluated(OfSchemes, InDtype):
         None, "File of `kvbits calibrate`, for the scheme it was made for. Repeatable."
     )
     sizes: Options = field(default_factory=Options)
-    alone: bool = setting(False, "Also each preset's keys alone (values raw), and its values alone.")
-    simulate: bool = setting(False, "Also each preset as a dense cache simulates it, to compare; never in reports.")
+    alone: bool = setting(False, "Also measure each preset's keys alone (values raw), and its values alone.")
+    simulate: bool = setting(False, "Also measure each preset simulated in a dense cache; reports leave it out.")
     overwrite: bool = setting(False, "Replace results of other settings, and trimmed ones, instead of refusing.")
-    name: str | None = setting(None, "What results call the model; the last part of MODEL if not given.")
+    name: str | None = setting(None, "Name of the model in results; the last part of MODEL if not given.")
 
 
 @command("eval")
 def evaluate(options: Evaluated) -> None:
-    """Measure what each cache costs on a model: perplexity, KL, retrieval, benchmarks, speed, beside the 16-bit cache
-    on the same tokens.
+    """Measure what each cache costs on a model, beside the 16-bit cache on the same tokens.
 
-    Every scheme runs through the real packed cache and the real attention op. Results are JSON files; `kvbits report`
-    draws them. Schemes are the core presets if none is named; `literature` adds formats of papers, `stock`
-    Transformers' own quantized caches (quanto, HQQ, fp8). `--caches FILE.py` adds caches of your own.
+    Tasks measure perplexity, KL, retrieval, benchmarks and speed. Every scheme runs through the real packed cache and
+    the real attention op. Results are JSON files, and `kvbits report` draws them. Schemes are the core presets if none
+    is named. `literature` adds formats of papers, and `stock` Transformers' own quantized caches (quanto, HQQ, fp8).
+    `--caches FILE.py` adds caches of your own.
     """
     ref, out, sources = options.ref, options.out, options.text or ["novel"]
     require_folder(out, "--out", writable=True)

@@ -29,9 +29,11 @@ WINDOWS, LENGTH = 2, 1024
 class Fitted(Memory, InDtype):
     """Options of `kvbits fit`: what is fitted, and to what."""
 
-    out: Path = setting(..., "The scheme file, like mine.json. Measurements lie beside it; a run that stops goes on.")
+    out: Path = setting(
+        ..., "The scheme file, like mine.json. Measurements lie beside it; a run that stopped continues."
+    )
     scheme: str | None = setting(
-        None, "Preset whose bytes are dealt out anew: klt2, klt3 or klt4. Instead of memory and --max-kl."
+        None, "Preset whose bytes are dealt out anew: klt2, klt3 or klt4; replaces memory and --max-kl."
     )
     context: int | None = setting(None, "Tokens per sequence; 8k is 8,192. If not given, the longest.", tokens=1)
     batch: int = setting(1, "Sequences.", "--batch-size", "--batch", least=1)
@@ -40,7 +42,7 @@ class Fitted(Memory, InDtype):
     )
     text: str | None = setting(
         None,
-        "Text like what the model will read: a file or hub:ID. One half is looked at, the other measured.",
+        "Text like what the model will read: a file or hub:ID. One half is fitted to, the other measured.",
         shown="shipped texts",
     )
     equal_pages: bool = setting(
@@ -68,10 +70,11 @@ class Fitted(Memory, InDtype):
 
 @command()
 def fit(options: Fitted) -> None:
-    """Deal out bits to the keys and values of every layer, where this model needs them: in the bytes of a preset
-    (--scheme), or with two of memory, context and quality given, for the third.
+    """Deal out bits to the keys and values of every layer, where this model needs them.
 
-    With all three, the best that fits, and exit code 1 if it costs more than --max-kl. auto dtype is float32 on a CPU.
+    Name a preset (--scheme) to keep its bytes, or two of memory, context and quality to find the third. With all
+    three it finds the best that fits, and the exit code is 1 if that costs more than --max-kl. On a CPU, dtype auto is
+    float32.
     """
     ref, out, batch, gpus = options.ref, options.out, options.batch, options.gpus
     require_file(out, "--out")

@@ -47,7 +47,9 @@ class Memory:
     reserve: str | None = setting(
         None, "Memory of each GPU for everything else: activations, CUDA, graphs.", shown="12 %"
     )
-    memory: str | None = setting(None, "Instead: memory for the cache alone, like 24GB (10**9) or 24GiB (2**30).")
+    memory: str | None = setting(
+        None, "Memory for the cache alone, like 24GB (10**9) or 24GiB (2**30); instead of a GPU."
+    )
     ram: str | None = None
 
     def room(self, model: ModelRef) -> Room:

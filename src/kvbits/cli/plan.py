@@ -36,16 +36,18 @@ class Planned(OfSchemes, Memory, Output):
     sliding_window: int | None = setting(None, "Window of every layer in tokens, with --layers.", tokens=1)
     context: int = setting(4096, "Tokens per sequence; 8k is 8,192.", tokens=1)
     batch: int = setting(1, "Sequences.", "--batch-size", "--batch", least=1, most=2**31 - 1)
-    engine: str = setting("transformers", "What serves the cache: transformers, or vllm, which has formats of its own.")
+    engine: str = setting(
+        "transformers", "Engine that serves the cache: transformers, or vllm, which has formats of its own."
+    )
     ram: str | None = setting(
-        None, "Instead: RAM of a machine that runs the model on its CPU, like 16GB; for weights and cache."
+        None, "RAM of a machine that runs the model on its CPU, like 16GB, for weights and cache; instead of a GPU."
     )
     sinks: int | None = setting(None, "First tokens kept raw, in every preset.", least=0)
     residual: int | None = setting(None, "Newest tokens kept raw, in every preset.", least=0)
     page_size: int | None = setting(None, "Tokens per page, in every preset.")
     raw_dtype: str = setting("bf16", "Dtype of raw pages: bf16, fp16 or fp32.")
     html: Path | None = setting(
-        None, "Also a page to play with: this and other models, any card, core presets in Transformers."
+        None, "Also write a page to play with: this and other models, any card, core presets in Transformers."
     )
 
     @property

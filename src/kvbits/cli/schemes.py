@@ -20,8 +20,9 @@ class Listed(Output):
 
 @command("schemes")
 def list_schemes(options: Listed) -> None:
-    """Print the named schemes, with bits per element (scales, offsets and padding included), description and paper
-    link.
+    """Print the named schemes with bits per element, description and paper link.
+
+    Bits include scales, offsets and padding.
     """
     from .. import schemes
     from ..spec import LayerGeometry, to_dict

@@ -30,15 +30,15 @@ class Warmed(Output):
     model: str = setting(..., "Directory, config.json, GGUF file or hub id: its configuration.", argument=True)
     scheme: tuple[str, ...] = setting(
         (RECOMMENDED,),
-        "Presets or files, comma-separated; of vLLM its dtypes.",
+        "Presets or files, comma-separated; for vLLM its dtypes.",
         read=names_in,
         many=True,
         shown=RECOMMENDED,
     )
-    engine: str = setting("transformers", "What serves the cache: transformers, or vllm.")
+    engine: str = setting("transformers", "Engine that serves the cache: transformers, or vllm.")
     arch: str | None = setting(
         None,
-        "GPUs to compile for, comma-separated, like sm_80,H100; needs none of them.",
+        "GPUs to compile for, comma-separated, like sm_80,H100; none of them is needed.",
         shown="the GPUs here",
     )
     dtype: str = setting("bf16", "Dtype that the model runs in: bf16 or fp16.")
@@ -46,10 +46,11 @@ class Warmed(Output):
 
 @command()
 def warm(options: Warmed) -> None:
-    """Compile what a model and a scheme need on a GPU, so that no first call waits for it: into $KVBITS_CACHE, else the
-    user's cache folder.
+    """Compile ahead the kernels that a model and a scheme need on a GPU.
 
-    Build an image with `ENV KVBITS_CACHE=/opt/kvbits` and `RUN kvbits warm MODEL --scheme klt4 --arch sm_90`: that
+    They go into $KVBITS_CACHE, or else into the user's cache folder, so the first call does not wait for them.
+
+    Build an image with `ENV KVBITS_CACHE=/opt/kvbits` and `RUN kvbits warm MODEL --scheme klt4 --arch sm_90`. That
     machine needs no GPU and no weights. The folder may be read-only later. Other NVRTC or kvbits versions compile anew.
     """
     from .. import planner

@@ -66,7 +66,7 @@ class Options:
     )
     depths: tuple[float, ...] = setting(
         (0.0, 0.25, 0.5, 0.75, 1.0),
-        "entities: who is asked for, 0 (the first) to 1.",
+        "entities: place of the name that is asked for, 0 (the first) to 1.",
         read=_floats,
         shown="0,0.25,0.5,0.75,1",
     )
@@ -87,7 +87,7 @@ class Options:
     data: dict[str, str] = setting(
         {}, "Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.", read=_pairs, many=True
     )
-    seed: int = setting(0, "Draws prompts and samples.")
+    seed: int = setting(0, "Seed that draws prompts and samples.")
 
     def __post_init__(self) -> None:
         for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats", "batch_size", "limit"):

@@ -83,8 +83,8 @@ class KVLayer(Closed, CacheLayerMixin):
             raise UnsupportedError(
                 f"update() of layer {self.index} outside a forward pass of the model that this cache was made for, so"
                 " nothing would store these keys and values: the model was detached or is a different one, or update()"
-                " was called by hand. Call KVCache.for_model(model, ...) again and pass tokens through the model, or put"
-                " keys of your own into a PagedCache by append(layer, keys, values)"
+                " was called by hand. Call KVCache.for_model(model, ...) again and pass tokens through the model, or"
+                " put keys of your own into a PagedCache by append(layer, keys, values)"
             )
         handle = Handle(self, key_states, value_states)
         return handle, handle
