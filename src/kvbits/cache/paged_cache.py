@@ -141,7 +141,7 @@ class PagedCache:
         return self._passes.changes
 
     def change(self, what: str) -> AbstractContextManager[Undo]:
-        """Change `held_groups` as a whole inside: an error or an interrupt takes everything back.
+        """Change `held_groups` as a whole in a with block. An error or an interrupt undoes the change.
 
         Nothing else of this cache is to be used there.
 
@@ -167,7 +167,8 @@ class PagedCache:
         return explain.bytes_by_kind(self.groups)
 
     def explain(self) -> Explanation:
-        """Return what is stored, who serves each op and why the others do not, and where the bytes are.
+        """Return a report: the stored format, the backend of each operation, why other backends do not serve, and the
+        bytes by kind.
 
         Returns:
             A dict, which prints as a few lines.
@@ -207,8 +208,8 @@ class PagedCache:
         return self._passes.forward is not None
 
     def abandon(self) -> None:
-        """Take back a forward pass that not all layers have been through (the model raised, or was interrupted), or a
-        `change`: as if it had never begun.
+        """Undo a forward pass that some layers have not been through, because the model raised or was interrupted, or a
+        `change`.
 
         Passes that an error of this cache ends are taken back without this. Does nothing between passes.
 
@@ -328,23 +329,24 @@ class PagedCache:
         return self._passes.switch.led_by_host
 
     def cannot_decode_on_device(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
-        """Return why single tokens are led by the host, whatever the sequences hold, or None."""
+        """Return why the host runs single-token steps, whatever the sequences hold, or None."""
         return self._passes.switch.refuses(num_q_heads, dtype)
 
     def read_again(self) -> None:
-        """Announce that steps with `more` will come: tokens are then led by the host, since a step on the device stores
-        and attends once.
+        """Announce steps with `more`. The host then runs single tokens, since a step on the device stores and attends
+        once.
         """
         self._passes.switch.host_only = "layers of this model share keys and values"
 
     def expect_tokens(self) -> None:
-        """Take the next single token for the beginning of many: decode on the device from it on, not from the third in
-        a row.
+        """Take the next single token for the beginning of many. Decoding on the device then begins with it, and not
+        with the third in a row.
         """
         self._passes.switch.expect_tokens()
 
     def count_replays(self, steps: int) -> None:
-        """Call before a captured decode step is replayed `steps` times: the host cannot see replays.
+        """Count `steps` replays of a captured decode step. Call it before the replays, because the host cannot see
+        them.
 
         Raises:
             PoolFullError: the capacity has no room for so many tokens more. Nothing changed; do not replay.
@@ -396,7 +398,7 @@ class PagedCache:
             self._layers.recode([g.settle() for g in self.held_groups], undo)
 
     def keep_past(self) -> None:
-        """Prepare for tokens that may be taken back, until the next `crop`.
+        """Prepare for tokens that may be removed again, until the next `crop`.
 
         Sliding-window layers keep everything (a fixed capacity has no room for that: prompts longer than their window
         need a cache that grows), tiers keep the pages that newer tokens push out, and (in a cache without a fixed
@@ -447,8 +449,8 @@ class PagedCache:
         return [[at for at, page in zip(starts, pages, strict=True) if page is not None] for starts, pages in found]
 
     def drop_pages(self, row: int, starts: Rows[Rows[int]]) -> None:
-        """Evict closed pages of a sequence: they go back to their pool, no later query sees their tokens, and all other
-        tokens keep their positions.
+        """Evict closed pages of a sequence. They return to their pool, and later queries do not see their tokens. All
+        other tokens keep their positions.
 
         Sinks and raw tokens stay. `seq_lens` still counts the tokens; forks of the sequence keep their own.
 
@@ -547,7 +549,7 @@ class PagedCache:
 
     @property
     def identity(self) -> Identity:
-        """Return whose pages these are, as blobs say it."""
+        """Return the identity of the model whose pages these are, as blobs state it."""
         return self._unnamed_identity.of_model(self.made_for)
 
     @property
@@ -556,7 +558,7 @@ class PagedCache:
         return [name for name, counts in self.beyond_ids.items() if bool(counts)]
 
     def require_same_model(self) -> None:
-        """Refuse to write pages that another model may have filled than `made_for` names.
+        """Refuse to write pages if a model that differs from `made_for` may have filled them.
 
         Raises:
             CacheStateError: the model's weights, adapters or settings changed since the cache was made.
@@ -582,7 +584,7 @@ class PagedCache:
             self.owner.strayed = not self.owner.watch(module, self.made_for, whole)
 
     def require_named_model(self) -> None:
-        """Refuse pages from elsewhere where the model that would continue them is not the one that `made_for` names.
+        """Refuse pages from elsewhere if the model that would continue them differs from `made_for`.
 
         Raises:
             CacheStateError: it changed since the cache was made.
@@ -601,7 +603,7 @@ class PagedCache:
         grow: bool = False,
         shard: tuple[int, int] = (0, 1),
     ) -> PagedCache:
-        """Build the cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none.
+        """Build the cache that `save` wrote, with equal bytes, sharing and capacity, or no capacity with `grow`.
 
         `spec` refuses a file of another spec. `shard` (rank, ranks) reads that part of every layer's kv heads.
 

@@ -243,8 +243,8 @@ class Calibration:
         return found
 
     def suits(self, model: Any) -> bool:
-        """Return whether this calibration was measured on this very model, as far as `info` says. The model must have
-        the same `kvbits.identity`. A model in another dtype cannot be compared, and suits.
+        """Return whether this calibration was measured on this very model, as far as `info` tells. The model must have
+        the same `kvbits.identity`. A model in a different dtype cannot be compared, and suits.
         """
         from ..integrations.identity import identity
 
@@ -263,7 +263,7 @@ class Calibration:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file; an existing one is replaced only once the new one is whole."""
+        """Write the file. It replaces an existing one only when the new one is whole."""
         tensors = {
             f"layers.{i}.{name}": t.cpu().contiguous()
             for i, layer in enumerate(self.static)

@@ -45,8 +45,8 @@ class NotCapturedError(UnsupportedError):
 
 @contextmanager
 def graphed(model: Any, cache: HoldsPages, *, compile: bool = False) -> Iterator[GraphDecoder]:
-    """Let `model` decode inside with `cache` in a CUDA graph: in `generate` (greedy, sampling, streamers, left-padded
-    batches) or called with one token.
+    """Let `model` decode with `cache` in a CUDA graph, in a with block. It serves `generate` (greedy, sampling,
+    streamers, left-padded batches) and calls with one token.
 
     Beam search and assisted generation move pages between tokens, so they run eagerly, with a warning. Hooks on the
     model's parts do not run in replays. The yielded decoder counts `replays` and `captures`.

@@ -128,8 +128,8 @@ class KVCache(Closed, Cache):
         dense: bool = False,
         made_for: str | None = None,
     ) -> KVCache:
-        """Return a cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache)
-        until `detach`.
+        """Return a cache for `model`, and switch the model to the "kvbits" attention until `detach`. Any other cache
+        then gets plain SDPA.
 
         `model.generate_batch` and compiled decoding need the model's own attention: call `detach` before them. From
         then on a forward pass that is given the cache and does not fill it raises UnsupportedError.
@@ -230,8 +230,8 @@ class KVCache(Closed, Cache):
         extra: bytes = b"",
         **options: Any,
     ) -> KVCache:
-        """Return a cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the
-        rest computed.
+        """Return a cache that holds a prompt except its last token. It loads the longest prefix that `store` has and
+        computes the rest.
 
             cache = KVCache.from_prefix(model, ids, store=store)
             model.generate(ids, past_key_values=cache)
@@ -325,8 +325,8 @@ class KVCache(Closed, Cache):
         dense: bool = False,
         made_for: str | None = None,
     ) -> KVCache:
-        """Return the cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or,
-        with `grow`, none.
+        """Return the cache that `save` wrote, on `model`'s device and ready to be continued. It has the capacity it
+        had, or none with `grow`.
 
         Args:
             dense: see `for_model`.
@@ -392,8 +392,8 @@ class KVCache(Closed, Cache):
         return 0 if self._states is None else self._states.nbytes
 
     def explain(self) -> Explanation:
-        """Return scheme, backends with reasons, bytes by kind, by the model's numbers of its layers: a dict that prints
-        as a few lines (see `PagedCache.explain`).
+        """Return the scheme, backends with reasons, and bytes by kind, by the model's numbers of its layers. The dict
+        prints as a few lines (see `PagedCache.explain`).
         """
         numbers = [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer)]
         return self.pages.explain().of_model(
@@ -420,7 +420,7 @@ class KVCache(Closed, Cache):
         return self._captured and not self._recording
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (columns of a mask, position of the first one) for so many new tokens."""
+        """Return (columns of a mask, position of the first column) for `query_length` new tokens."""
         if not self.columns.attached and not torch.compiler.is_compiling():
             self.columns.asked = self.pages.changes
         return super().get_mask_sizes(query_length, layer_idx)
@@ -461,11 +461,12 @@ class KVCache(Closed, Cache):
             self.pages.keep_past()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make sequence i the old beam_idx[i]; pages are shared, not copied."""
+        """Make sequence i the old sequence beam_idx[i]. Pages are shared, not copied."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Make sequence i the old indices[i], or keep the sequences where a mask is True; a tensor or a list.
+        """Keep and reorder sequences. `indices` has the old index of each new sequence, or a boolean mask of the
+        sequences to keep; a tensor or a list.
 
         Raises:
             DataError: neither numbers of sequences that are there nor a mask of all of them. Nothing changed.
@@ -507,15 +508,15 @@ class KVCache(Closed, Cache):
                 self._states.reset()
 
     def begin_again(self) -> None:
-        """Reset in the middle of a `generate`: a model wants to compute all tokens anew (`generation`)."""
+        """Reset in the middle of a `generate`, because the model computes all tokens anew (see `generation`)."""
         recording = self._recording
         self.reset()
         if recording:
             self.activate_past_recording()
 
     def abandon(self) -> None:
-        """Take back a forward pass that was interrupted (see `PagedCache.abandon`), also behind the last layer that
-        stores: the cache is what it was before it, or is refused from then on (recurrent states).
+        """Undo a forward pass that was interrupted, also behind the last layer that stores (see `PagedCache.abandon`).
+        The cache is as before the pass. With recurrent states it refuses use until `reset`.
 
         Raises:
             CacheStateError: all layers had stored their tokens, and a window has given back what it would take to

