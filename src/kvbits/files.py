@@ -29,7 +29,7 @@ def find(path: str | os.PathLike[str], what: str) -> Path:
         what: names the option or operation in the message.
 
     Raises:
-        SpecError: it is no text, holds a zero byte or half a character, or is longer than the file system takes.
+        SpecError: the path is not text, holds a zero byte or half a character, or is longer than the file system takes.
     """
     try:
         found = Path(path)

@@ -74,7 +74,7 @@ class Arrivals:
 
         Raises:
             FileFormatError: a file is damaged; OSError: it cannot be read. Every later call raises it too: what the
-                pages hold is of no use.
+                pages hold cannot be used.
             CacheStateError: the step is captured in a graph.
         """
         if not self.under_way:

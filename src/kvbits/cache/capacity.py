@@ -13,7 +13,7 @@ from .pool import Pool
 
 
 def checked(batch_size: int | None, max_tokens: int | str | None) -> tuple[int | None, int | None]:
-    """Return sequences, and tokens of each, that a capacity is for: one sequence where only tokens are said, None each
+    """Return sequences, and tokens of each, that a capacity is for: one sequence where only tokens are given, None each
     for a cache that grows.
 
     Raises:

@@ -73,7 +73,7 @@ class DecodeSwitch:
         self._found = None
 
     def refuses(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
-        """Return why single tokens are led by the host, whatever the sequences hold, or None."""
+        """Return why single tokens are run by the host, whatever the sequences hold, or None."""
         if self.host_only is not None:
             return self.host_only
         key = (num_q_heads, dtype)

@@ -4,7 +4,7 @@ A forward pass is one `Step`, planned once for all layers of the group before an
 integers and says which bytes each layer must copy, close and write. If pages are missing the caller restores the
 snapshot it took. Layers then carry out the step one after the other, each in the order recodes, closes, copies,
 writes, so a page freed by a step can be handed out again within it. `Step.reused` lists those: a layer copies them
-first, so that a pass that fails in a later layer can be taken back.
+first, so that a pass that fails in a later layer can be undone.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def positions_of_pages(starts: Any) -> list[int]:
     """Return `starts` as a list of whole numbers.
 
     Raises:
-        DataError: no list, or what is no position.
+        DataError: a value that is not a list, or not of positions.
     """
     return [
         whole("page that begins at token", at, -MOST_TOKENS, MOST_TOKENS, error=DataError)
@@ -227,7 +227,7 @@ class InputCheck:
 
 
 def _judge(what: str, num_tokens: int, largest: list[float]) -> None:
-    """Refuse keys or values of which a sequence's largest magnitude is no number or infinite."""
+    """Refuse keys or values of which a sequence's largest magnitude is NaN or infinite."""
     if bad := [row for row, x in enumerate(largest) if not math.isfinite(x)]:
         raise DataError(
             f"{what} hold NaN or infinity among the {num_tokens} tokens of sequence {bad[0]} ({len(bad)} of"

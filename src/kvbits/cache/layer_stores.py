@@ -75,7 +75,7 @@ class LayerStores:
         """Read the keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all.
 
         Raises:
-            DataError: a dtype that is no float's.
+            DataError: a dtype that is not a float's.
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise DataError(f"keys and values are read into a float dtype, not {dtype!r}")

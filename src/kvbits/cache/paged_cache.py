@@ -211,7 +211,7 @@ class PagedCache:
         """Undo a forward pass that some layers have not been through, because the model raised or was interrupted, or a
         `change`.
 
-        Passes that an error of this cache ends are taken back without this. Does nothing between passes.
+        Passes that an error of this cache ends are undone without this. Does nothing between passes.
 
         Raises:
             CacheStateError: a sequence was freed since the pass began, so what was before it is gone.

@@ -3,7 +3,7 @@
 And every other change to page lists: whole, or not at all.
 
 What is under way is one value (`_Now`), so a single assignment begins, ends or takes back a pass or an operation,
-wherever an interrupt comes. What an interrupt left half done is taken back by whatever uses the cache next
+wherever an interrupt comes. What an interrupt left half done is undone by whatever uses the cache next
 (`Passes.heal`).
 """
 
@@ -44,7 +44,7 @@ class Undo:
     Attributes:
         before: snapshots of the groups.
         overwritten: pages that held something and were written over since, with the bytes that they had.
-        first: called before anything is taken back: ends what still writes into pages.
+        first: called before anything is undone: ends what still writes into pages.
     """
 
     def __init__(self, what: str, groups: list[GroupState], saturated: list[dict[str, int]]) -> None:
@@ -187,7 +187,7 @@ class Passes:
     Args:
         stores: the pages of all layers, which every pass goes through.
         backend: "auto", or the one that every op was forced to.
-        saturated: of every layer, what its passes count; put back when one is taken back.
+        saturated: of every layer, what its passes count; put back when one is undone.
         arrivals: pages that a layer may have to wait for.
 
     Attributes:
@@ -404,7 +404,7 @@ class Passes:
             )
         if f.device is not None:
             f.device.take_back(set(self._layers) - f.pending)
-        self._now = _Now(self.changes, None, f.undo)  # from here on it is taken back, here or by the next use
+        self._now = _Now(self.changes, None, f.undo)  # from here on it is undone, here or by the next use
         self.heal()
 
     def fail(self, error: BaseException) -> None:
@@ -415,7 +415,7 @@ class Passes:
             self.abandon()
 
     def free(self, row: int) -> None:
-        """Empty a sequence. A pass under way goes on for the others, but cannot be taken back; it ends when nobody is
+        """Empty a sequence. A pass under way continues for the others, but cannot be undone; it ends when nobody is
         left who waits for its layers.
         """
         with self.change("free()"):

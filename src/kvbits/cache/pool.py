@@ -28,7 +28,7 @@ one layer of 32 holds besides.
 """
 
 
-@torch.inference_mode(False)  # what is made inside of it cannot be written outside, where a pass may be taken back
+@torch.inference_mode(False)  # what is made inside of it cannot be written outside, where a pass may be undone
 def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return uninitialised uint8 [nbytes]. The only place where page memory comes from (tests poison it here)."""
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,5 +1,5 @@
 """The reader of blobs: pages from files or host memory to where attention reads them, several at once, on a GPU through
-pinned memory. Each layer of each page is checked before it goes on.
+pinned memory. Each layer of each page is checked before it is passed on.
 """
 
 from __future__ import annotations

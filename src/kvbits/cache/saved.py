@@ -244,7 +244,7 @@ def opened(
     Raises:
         FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message
             says which. The cache that is being built may find it, too.
-        SpecError: what is given is no path.
+        SpecError: the given value is not a path.
     """
     path = home(path, "load:")
     if not path.is_file():

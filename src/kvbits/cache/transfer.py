@@ -195,10 +195,10 @@ def blank(block: torch.Tensor, layout: PageLayout) -> torch.Tensor:
 
 def parse(state: bytes, groups: Rows[LayerGroup], what: str) -> list[Sequence]:
     """Read the page lists of a sequence, of each layer group. They must be what a cache could have made, since kernels
-    read memory by these numbers. Whether the pages are there is another question.
+    read memory by these numbers. Whether the pages exist is not checked.
 
     Raises:
-        FileFormatError: it is no such JSON, or holds numbers that cannot be.
+        FileFormatError: the bytes are not such JSON, or hold invalid numbers.
     """
     try:
         described = parse_json(state)["groups"]

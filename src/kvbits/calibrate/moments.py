@@ -6,7 +6,7 @@ kv head, no gradients.
                                                              frame
     Q0 = sum of q_0 q_0^T                                    q_0: a query turned back by its own position, over the
                                                              query heads of the kv head
-    H  = mean over distances d of R(d) Q0 R(d)^T             what keys of a frame d positions back meet; d log-uniform
+    H  = mean over distances d of R(d) Q0 R(d)^T             the queries for keys of a frame d back; d log-uniform
                                                              from 1 to `FARTHEST` or the window
 
 So H knows queries that are further from their keys than the calibration text is long: H of windows of 1,024 tokens errs

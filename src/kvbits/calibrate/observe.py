@@ -74,7 +74,7 @@ class ObservingCache(DynamicCache):
     for one forward pass.
 
     Attributes:
-        latest: the layer that came last, and its keys as the model goes on with them.
+        latest: the layer that came last, and its keys as the model uses them.
     """
 
     def __init__(self, config: Any, observe: Observer) -> None:

@@ -116,7 +116,7 @@ def calibrate(options: Calibrated) -> None:
             f"--engine vllm measures bases of keys, which {chosen[0].name} does not have alone; leave --engine away"
         )
     if any("codebook" in one.calibrates for one in chosen):
-        when_stopped(f"what codebooks have seen lies in {outs[0]}.partial; the same command goes on from there")
+        when_stopped(f"what codebooks have seen lies in {outs[0]}.partial; the same command continues from there")
     start = time.perf_counter()
 
     def measure(partial: Path) -> tuple[list[Calibration], ModelRef]:

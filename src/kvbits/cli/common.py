@@ -39,7 +39,7 @@ not hold the terminal longer.
 
 
 class _Stop:
-    """Message that Ctrl-C prints: what is kept and how to go on."""
+    """Message that Ctrl-C prints: what is kept and how to continue."""
 
     text = "nothing is kept, the same command begins anew"
     as_json = False
@@ -58,7 +58,7 @@ class _Stop:
 
 
 def when_stopped(text: str) -> None:
-    """Set what Ctrl-C prints from here on: what is kept, and how to go on."""
+    """Set what Ctrl-C prints from here on: what is kept, and how to continue."""
     _Stop.text = text
 
 

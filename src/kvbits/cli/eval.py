@@ -106,7 +106,7 @@ def evaluate(options: Evaluated) -> None:
     evaluation = replace(evaluation, texts=texts, calibrations=given)
     evaluation.require_possible(ref, load_tokenizer(ref), options.dtype_name)
     out.mkdir(parents=True, exist_ok=True)
-    when_stopped(f"what is measured lies in {out}; the same command goes on from there")
+    when_stopped(f"what is measured lies in {out}; the same command continues from there")
     lm, tokenizer = options.load()
     found = evaluation.run(lm, tokenizer, say=tell)
     if options.as_json:

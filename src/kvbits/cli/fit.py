@@ -152,7 +152,7 @@ def _run(options: Fitted, goal: Goal) -> Fit:
     of_each = -(-count // len(seen))
     probes = [w for t in seen for w in windows(tokenizer, t, count=of_each, length=longest, limit=ref.max_context)]
     work.mkdir(exist_ok=True)
-    when_stopped(f"what is measured lies in {work}; the same command goes on from there")
+    when_stopped(f"what is measured lies in {work}; the same command continues from there")
     lm, _ = options.load()
     loaded = ModelRef.of(lm)
     names = family(ref.layers, lm)

@@ -135,7 +135,7 @@ class Memory:
         return f"; if you mean {other} (2**30 bytes each), {kept}: write that"
 
     def _reserve(self, memory_bytes: int) -> int | None:
-        """Return the bytes of "4GB", or of a share of the GPU like "10%"; None if nothing is said."""
+        """Return the bytes of "4GB", or of a share of the GPU like "10%"; None if nothing is given."""
         from ..units import parse_bytes
 
         if self.reserve is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PIPE_WIDTH = 220
-"""Columns where standard output is no terminal and $COLUMNS is not set."""
+"""Columns where standard output is not a terminal and $COLUMNS is not set."""
 PIPE_CLOSED = 141
 """Exit code where whoever read the output has left, as of a program that SIGPIPE ends."""
 NOT_WRITTEN = 2

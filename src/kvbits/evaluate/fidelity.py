@@ -29,7 +29,7 @@ quarter of a page of 64. A pass of 128 always begins where the same tokens wait 
 127 of its own: klt3 and klt2 then show two thirds of their KL (docs/results/evaluation.md).
 """
 LOST = 1.0
-"""Nats of KL from which on a prediction is another one: a mean hides few of them."""
+"""Nats of KL from which on a prediction is a different one: a mean hides few of them."""
 BINS_PER_OCTAVE = 32
 """Resolution of a stored KL histogram: 2.2 % of the value."""
 PROBED = 4

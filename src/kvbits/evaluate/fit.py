@@ -261,7 +261,7 @@ class Bench:
     Args:
         windows: int64 [windows, tokens], fed in chunks of `DECODING_CHUNK`.
         calibration: of a klt preset, or None.
-        state: where measurements are kept, so that a run that stops goes on.
+        state: where measurements are kept, so that a run that stopped continues.
     """
 
     def __init__(self, model: Any, windows: torch.Tensor, calibration: Calibration | None, state: ResultFile) -> None:

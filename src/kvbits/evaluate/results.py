@@ -1,4 +1,4 @@
-"""Results on disk: one JSON file per model, task and scheme, written after every item, so that a run that stops goes on
+"""Results on disk: one JSON file per model, task and scheme, written after every item, so that a stopped run continues
 where it was.
 
     OUT / MODEL / TASK / SCHEME.json
@@ -6,7 +6,7 @@ where it was.
      "runs": {ID: record}, "items": {KEY: {"run": ID, ...}}, "summary", "sum"}
 
 `settings` and `model` (with its fingerprint) are what the figures depend on: a file with others is refused, never
-mixed. A run that goes on where another stopped adds its record (`kvbits.runs`, and `device`, `threads`, and `seconds`
+mixed. A run that continues a stopped one adds its record (`kvbits.runs`, and `device`, `threads`, and `seconds`
 spent on this file) and its items; each item names its run. How many items a file has is no setting: sixteen windows go
 on from eight.
 """

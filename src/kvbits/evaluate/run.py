@@ -1,7 +1,7 @@
 """`kvbits eval`: caches x tasks on a model, item by item, results on disk after each.
 
 The order is item by item with all caches side by side, so that the base is computed once for all and timings take turns
-on the same machine. A run that stops goes on: what a file already holds is not computed again.
+on the same machine. A run that stopped continues: what a file already holds is not computed again.
 """
 
 from __future__ import annotations

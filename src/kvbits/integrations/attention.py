@@ -196,7 +196,7 @@ def attention(
     key.readers -= 1
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     q, k, v = query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2)
-    if (rows := q.shape[1]) < k.shape[1]:  # Gemma 4's shared layers go on with the last tokens of a prompt only
+    if (rows := q.shape[1]) < k.shape[1]:  # Gemma 4's shared layers continue with the last tokens of a prompt only
         q = torch.cat([q.new_zeros(q.shape[0], k.shape[1] - rows, *q.shape[2:]), q], 1)
     scaling, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
     if torch.compiler.is_compiling():

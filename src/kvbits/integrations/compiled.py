@@ -2,7 +2,7 @@
 
 Compiled code is given tensors only: queries, keys, values, the padding mask and `Columns.numbers`, by which the
 operation finds the cache when it runs. It then does what the attention function does without a compiler. Lengths, page
-lists and the scheme are no part of the graph, so that one graph serves every token and every cache of a model. The
+lists and the scheme are not part of the graph, so that one graph serves every token and every cache of a model. The
 operation writes `numbers`, and says so: nothing moves it, drops it or runs it twice.
 """
 

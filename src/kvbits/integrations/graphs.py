@@ -60,7 +60,7 @@ def graphed(model: Any, cache: HoldsPages, *, compile: bool = False) -> Iterator
             token. Compiling takes half a minute for 32 layers, once per batch size.
 
     Raises:
-        UnsupportedError: no GPU, a cache that grows, a scheme whose tokens are led by the host, a compiled model, or
+        UnsupportedError: no GPU, a cache that grows, a scheme whose tokens are run by the host, a compiled model, or
             one spread over devices.
         DataError: a cache of another dtype, place or geometry than the model's.
     """

@@ -8,7 +8,7 @@ How it fits (transformers >= 5.14): `update()` hands out a `Handle` instead of t
 registered as "kvbits" takes the handle, stores the new keys and values and attends over the pages; the mask function
 registered as "kvbits" passes on which tokens are padding instead of building a mask. Padding tokens are neither stored
 nor counted in any scale. With other caches the "kvbits" attention is plain SDPA, so a model switched to it keeps
-working. Any other attention implementation that meets a handle raises UnsupportedError.
+working. Any other attention implementation that gets a handle raises UnsupportedError.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class KVCache(Closed, Cache):
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one
                 (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`. "auto": the most accurate of 8, 4, 3
                 and 2 bits in which `batch_size` sequences of `max_tokens` fit the memory that is free now, of those
-                that passed `kvbits check` on this model. Which and why is said on standard error.
+                that passed `kvbits check` on this model. The choice and its reason are printed on standard error.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given;
                 tokens are a number or a text like "8k", and are rounded up to whole pages (`explain()` says what they
                 hold). Without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
@@ -553,7 +553,8 @@ class KVCache(Closed, Cache):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Change pages and recurrent states inside: nothing goes on from what an interrupt between them leaves.
+        """Change pages and recurrent states in a with block. Nothing continues from a state that an interrupt left
+        between them.
 
         Errors of kvbits change nothing.
         """

@@ -40,7 +40,7 @@ STATE = frozenset(
         *("in_features", "out_features", "quantization_method", "is_quantized", "torchscript", "loss_function"),
     )
 )
-"""Attributes of modules that are no part of what a model computes: places, training, shapes that tensors have, and
+"""Attributes of modules that are not part of what a model computes: places, training, shapes that tensors have, and
 what the last pass left."""
 TRUSTED = ("kvbits.", "accelerate.", "transformers.", "peft.", "torch.")
 """Packages whose hooks and replaced methods do not change keys beyond what tensors and settings say."""

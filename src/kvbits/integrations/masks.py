@@ -359,7 +359,7 @@ class HoldsPages(Protocol):
         """Note that a forward pass begins, or a part of the model that it goes through.
 
         Raises:
-            CacheStateError: the one before broke off and cannot be taken back; sequences were changed through `pages`.
+            CacheStateError: the pass before broke off and cannot be undone; sequences were changed through `pages`.
         """
 
     def leave_pass(self) -> None:

@@ -82,13 +82,13 @@ def fill(
     Args:
         extra: see `KVCache.from_prefix`.
         put: store what was computed.
-        wait: for the whole prefix; otherwise its pages come while the first layers go on.
+        wait: for the whole prefix; otherwise its pages come while the first layers run.
 
     Returns:
         Tokens that were loaded.
 
     Raises:
-        DataError, SpecError: no token; a `chunk` that is no number of them.
+        DataError, SpecError: no token; a `chunk` that is not a number of tokens.
         UnsupportedError: a model with longrope and a prompt past its short factors; a prompt that is more than its ids,
             or whose tokens see later ones.
     """

@@ -49,7 +49,7 @@ tokens see each other).
 MEDIA = re.compile(
     r"\w*(pixel|image|video|audio|vision|visual|speech|input_features|input_values|spectrogram|patches|bbox|cross_att)\w*"
 )
-"""Arguments of forward passes that bring something that is no text."""
+"""Arguments of forward passes that bring something other than text."""
 MEDIA_FLAGS = re.compile(r"(output_|return_|vision_feature_|use_|interpolate_)\w+")
 
 

@@ -2,7 +2,7 @@
 in Transformers' own layer, index keys.
 
 A state knows nothing of the tokens that made it, so it cannot go back by some of them, and what a pass that broke off
-did to it cannot be taken back. Index keys are one vector a token, and go where the tokens go.
+did to it cannot be undone. Index keys are one vector a token, and go where the tokens go.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class States:
         self.halfway = False
 
     def require_whole(self) -> None:
-        """Refuse to go on after a pass that broke off.
+        """Refuse to continue after a pass that broke off.
 
         Raises:
             CacheStateError: with the way out.

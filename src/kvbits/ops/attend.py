@@ -7,7 +7,7 @@
 
 On a GPU `update` and `run` are one launch each, for each packed format. They allocate nothing (give `out`) and never
 wait for the GPU. They read lengths and page numbers on the device only. So a CUDA graph can capture them, and a replay
-reads the lengths that were written there since. Plans whose `reads_host` is true are led by the host instead.
+reads the lengths that were written there since. Plans whose `reads_host` is true are run by the host instead.
 
 Sequences may read several parts, each with pages of its own format and a table of its own: attention sinks, closed
 pages, newest tokens.

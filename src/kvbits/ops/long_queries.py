@@ -105,7 +105,7 @@ class Lengths:
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Lengths, bool, torch.Tensor, bool], torch.Tensor | None]
 """Dense attention of sequences of different lengths, of the arguments, by position:
 
-    q, k, v     [tokens, Hq, D]; [at least as many rows as there are keys, H, D]; likewise, [.., Dv]
+    q, k, v     [tokens, Hq, D]; [at least as many rows as there are keys, H, D]; as many rows, [.., Dv]
     lengths     `Lengths`
     causal      the last query sees the last key, the one before one less; windows count from there. Otherwise all see
                 all
@@ -329,7 +329,7 @@ class Histories:
             stores: of each layout.
             q: [tokens, Hq, D], sequence by sequence; out: [tokens, Hq, Dv], written but where there is no key.
             own: the queries' own keys [tokens, H, D] and values [.., Dv].
-            lse: float32 [tokens, Hq], written likewise.
+            lse: float32 [tokens, Hq], written but where there is no key.
             others: results over other keys, to be merged in.
         """
         slices: list[Partial] = []

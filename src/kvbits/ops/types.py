@@ -227,7 +227,7 @@ def check_closing(store: PageStore, page_ids: np.ndarray) -> np.ndarray:
     """Check the pages to close and return them as int64 [n].
 
     Raises:
-        DataError: ids that are no ids of the store's pages.
+        DataError: ids that are not ids of the store's pages.
     """
     ids = np.asarray(page_ids)
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):

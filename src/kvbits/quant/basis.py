@@ -193,7 +193,7 @@ def _short(found: torch.Tensor) -> torch.Tensor:
 
 def conditions(basis: torch.Tensor) -> torch.Tensor:
     """Return [H]: condition numbers in the Frobenius norm over head_dim, at least 1; infinite where a matrix is
-    singular or holds what is no number.
+    singular or holds NaN or infinity.
     """
     found = basis.double().flatten(1).norm(dim=1) * inverse(basis).double().flatten(1).norm(dim=1) / basis.shape[-1]
     return found.nan_to_num(nan=math.inf, posinf=math.inf)

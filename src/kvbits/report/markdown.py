@@ -224,7 +224,7 @@ def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
     that does if it is better; none where even the best passes that limit.
 
     Args:
-        speeds: of presets that are slower on a GPU than 16 bits, that is said.
+        speeds: of presets on a GPU; the text names those slower than 16 bits.
     """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     found = []

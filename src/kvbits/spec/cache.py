@@ -29,7 +29,7 @@ class LayerGeometry:
     Attributes:
         num_kv_heads: 1 to `MAX_KV_HEADS`.
         head_dim: channels of keys and queries, a multiple of 8 up to `MAX_HEAD_DIM`.
-        value_head_dim: channels of values and of what attention returns, likewise; as many unless said otherwise.
+        value_head_dim: channels of values and of what attention returns, as many as those of keys unless given.
         sliding_window: 1 to `MOST_TOKENS` tokens, the query's own among them; None means full attention.
         rotary: how the layer's keys are turned by position; needed, and only then kept, where keys are stored before
             the rotary embedding.

@@ -90,7 +90,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    """Return whether JSON data may stand for a field of plain numbers or text: 64.0 and true are no whole numbers."""
+    """Return whether JSON data may stand for a field of plain numbers or text: 64.0 and true are not whole numbers."""
     if annotation in ("tuple[int, ...]", "tuple[int, ...] | None"):
         return (value is None and "None" in annotation) or (
             isinstance(value, list) and all(type(n) is int for n in value)

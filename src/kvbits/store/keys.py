@@ -71,7 +71,7 @@ def first(space: str, extra: bytes = b"") -> bytes:
 
 
 def after(key: bytes, ids: np.ndarray) -> bytes:
-    """Compute the key of a prefix that goes on with these tokens."""
+    """Compute the key of a prefix that continues with these tokens."""
     return hashlib.sha256(key + ids.tobytes()).digest()
 
 

@@ -191,7 +191,7 @@ class PrefixStore:
 
         Args:
             cache: a KVCache or PagedCache.
-            ids: token ids of the sequence, padding left out: [tokens] or [1, tokens]; may go on past what the cache
+            ids: token ids of the sequence, padding left out: [tokens] or [1, tokens]; may continue past what the cache
                 holds.
             end: also store what only this very sequence has (its raw tail), so that loading exactly these tokens gives
                 exactly this cache.

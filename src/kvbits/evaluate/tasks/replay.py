@@ -229,7 +229,7 @@ def write(
 
     Args:
         starts: ids of each chain's prompt.
-        turns: where a chain is ended by the model, its next prompt goes on.
+        turns: where a chain is ended by the model, its next prompt continues.
         end: id by which the model ends a text.
         draws: one random number a token, of each chain.
         captured: tokens are decoded in a CUDA graph; `f` makes a KVCache.

@@ -36,7 +36,7 @@ class Rings:
 
         Args:
             requests: of a step; None is padding and never has a ring.
-            known: requests that the engine still has. Rings of others are taken back when one is wanted: an engine
+            known: requests that the engine still has. Rings of others are freed when one is needed: an engine
                 that warms up runs requests whose end it tells nobody.
         """
         found = np.full(len(requests), -1, np.int32)

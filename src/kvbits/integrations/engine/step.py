@@ -30,8 +30,8 @@ class Step:
         num_decode_tokens: the first of them, read by `decodes`; the others by `prefills`.
         slot_mapping: int64 [num_tokens]; below 0: not stored.
         previous_page: int64 [num_tokens] as `ops.store` takes it; None where pages have no mean.
-        starts: int32 [num_tokens] likewise; None where no layer's keys are turned back.
-        copy_slots: likewise where tokens go in copies, for each format of them.
+        starts: int32 [num_tokens]; None where no layer's keys are turned back.
+        copy_slots: int64 [num_tokens] for each format of copies: where each token goes, -1 for none.
         prefills: each a `prefill.Prefill`.
     """
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 def register() -> None:
     """Make the kvbits_* dtypes and their backend known to vLLM.
 
-    What a release has no more is said in the log, and refused where a start needs it.
+    The log names what a release lacks, and the start is refused where it needs that.
     """
     from vllm.platforms import current_platform
 

@@ -25,7 +25,7 @@ def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
 
     Raises:
         UnsupportedError: no file, or formats that pages of vLLM cannot hold.
-        SpecError: a file that is no scheme, or one that was fitted to another model.
+        SpecError: a file that is not a scheme, or one that was fitted to a different model.
     """
     path = options_of(vllm_config).scheme
     if not path:

@@ -2,9 +2,9 @@
 
 A layer's C structs are made by `bind`, the step's tables by `update`; a run puts its tensors in and calls.
 
-Integer codes meet integer q and p in exact dot products (csrc/engine/attend/dots_*.h); q and p are 16 bits against
-8-bit codes and 8 bits against fewer, so that rounding them stays far below the format's own error: relative L2 noise
-1e-4 and 2e-2. Raw and FP8 pages are computed in fp32.
+Integer codes are multiplied with integer q and p in exact dot products (csrc/engine/attend/dots_*.h). q and p have 16
+bits against 8-bit codes and 8 bits against fewer, so that rounding them stays far below the format's own error:
+relative L2 noise 1e-4 and 2e-2. Raw and FP8 pages are computed in fp32.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def load_advance(device_index: int) -> driver.Kernel:
 
 
 def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold,
+    """Return why single tokens of these layer groups cannot be run by the GPU, whatever their sequences hold,
     or None.
     """
     for g in groups:

@@ -49,7 +49,7 @@ def find(key: str) -> tuple[bytes, str] | None:
 
 def keep(key: str, cubin: bytes, log: str) -> None:
     """Put machine code where `find` finds it, as far as a disk takes it: what is not kept is compiled again by the next
-    process, which is said once.
+    process, which is printed once.
     """
     text = log.encode()
     body = len(text).to_bytes(4, "little") + text + cubin

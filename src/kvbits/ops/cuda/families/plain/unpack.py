@@ -42,7 +42,7 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
 
 
 def tile_bytes(layout: PageLayout) -> int:
-    """Return the shared memory of a block: a page's keys or values in float32, where elements of a page meet."""
+    """Return the bytes of a block's shared memory: a page's keys or values in float32, if its elements are combined."""
     staged = any(s.outliers or s.pre_rope for s in (layout.key, layout.value))
     return layout.page_size * max(layout.head_dim, layout.value_head_dim) * 4 if staged else 0
 
