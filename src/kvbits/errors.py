@@ -124,6 +124,11 @@ def unknown(what: str, name: object, known: Iterable[object], more: str = "") ->
     return f"unknown {what} {name!r};{meant} known: {', '.join(names)}{more}"
 
 
+def too_small(name: str, value: float, least: float) -> str:
+    """Return a message that a number is below its limit."""
+    return f"{name}={value} must be at least {least}"
+
+
 def counted(n: int, noun: str) -> str:
     """Return a number of things, for messages: "1 page", "2 pages"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from . import schemes as presets
-from .errors import SpecError, unknown
+from .errors import SpecError, too_small, unknown
 from .geometry import PlainLayer
 from .integrations.engine.options import Options
 from .integrations.engine.served import COPIED, FORMATS, LISTED, PAGE_SIZE, Format, Ring, copied_requests
@@ -118,7 +118,7 @@ class Cards:
             ("weights_bytes", self.weights_bytes, 0),
         ):
             if n < least:
-                raise SpecError(f"{name}={n} must be at least {least}")
+                raise SpecError(too_small(name, n, least))
         if self.reserve_bytes is None:
             object.__setattr__(self, "reserve_bytes", int(RESERVE * self.memory_bytes))
         if self.cache_bytes < 1:
@@ -266,7 +266,7 @@ def rank(layers: Sequence[Layer], gpus: int, num_heads: int | None = None) -> tu
         SpecError: heads that cannot be shared so.
     """
     if gpus < 1:
-        raise SpecError(f"gpus={gpus} must be at least 1")
+        raise SpecError(too_small("gpus", gpus, 1))
     if num_heads is not None and num_heads % gpus:
         raise SpecError(f"{num_heads} query heads cannot be shared by {gpus} GPUs; use {_divisors(num_heads)}")
     return tuple(_share(g, gpus) for g in layers)
@@ -343,7 +343,7 @@ def plan(
         *([("memory_bytes", memory_bytes)] if memory_bytes is not None else []),
     ):
         if n < 1:
-            raise SpecError(f"{name}={n} must be at least 1")
+            raise SpecError(too_small(name, n, 1))
     if engine not in ENGINES:
         raise SpecError(unknown("engine", engine, ENGINES))
     rows = []

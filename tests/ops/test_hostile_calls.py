@@ -37,7 +37,7 @@ STORES = [
 def test_layouts_of_nothing(field):
     for n in (0, -1):
         sizes = {"page_size": 64, "num_kv_heads": 2, "head_dim": 64} | {field: n}
-        with pytest.raises(SpecError, match=f"{field}={n} of a page must be at least 1"):
+        with pytest.raises(SpecError, match=f"{field}={n} must be at least 1"):
             PageLayout(key=INT4, value=INT4, **sizes)
 
 

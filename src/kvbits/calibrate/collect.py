@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .. import schemes as presets
-from ..errors import CalibrationError, DataError, SpecError, counted
+from ..errors import CalibrationError, DataError, SpecError, counted, too_small
 from ..geometry import layer_geometries
 from ..integrations.identity import identity
 from ..integrations.rotary import with_rotary
@@ -57,7 +57,7 @@ def prompts_from_text(
     """
     for name, n, least in (("num_prompts", num_prompts, 1), ("length", length, 2), ("batch_size", batch_size, 1)):
         if n < least:
-            raise SpecError(f"{name}={n} must be at least {least}")
+            raise SpecError(too_small(name, n, least))
     bos = tokenizer.bos_token_id
     start = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import SpecError
+from ..errors import SpecError, too_small
 from ..settings import names_in, once, setting
 from ..units import parse_tokens
 from . import MAX_KL, MAX_PPL_CHANGE
@@ -92,11 +92,11 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats", "batch_size", "limit"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise SpecError(f"{name}={value} must be at least 1")
+                raise SpecError(too_small(name, value, 1))
         if self.draws < 0:
             raise SpecError(f"draws={self.draws} is negative; 0 writes one greedy answer")
         if bad_contexts := [n for n in self.contexts if n < 1]:
-            raise SpecError(f"contexts={bad_contexts[0]} must be at least 1 token")
+            raise SpecError(too_small("contexts", bad_contexts[0], 1))
         if unknown := [name for name in self.data if name not in DATA]:
             raise SpecError(f"data {unknown[0]!r} belongs to no benchmark; known: {', '.join(DATA)}")
         if bad := [d for d in self.depths if not 0 <= d <= 1]:

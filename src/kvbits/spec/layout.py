@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from ..errors import SpecError
+from ..errors import SpecError, too_small
 from .codec import fill, same_as
 from .quant import DTYPE_BYTES, SCALE_BYTES, QuantSpec, require_pair
 
@@ -68,7 +68,7 @@ class PageLayout:
         fill(self)
         for name in ("page_size", "num_kv_heads", "head_dim", "value_head_dim"):
             if (n := getattr(self, name)) < 1:
-                raise SpecError(f"{name}={n} of a page must be at least 1")
+                raise SpecError(too_small(name, n, 1))
         require_pair(self.key, self.value)
 
     @functools.cached_property

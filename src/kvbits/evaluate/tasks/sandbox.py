@@ -26,7 +26,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-from ...errors import DataError
+from ...errors import DataError, too_small
 
 _RUNNER = r"""
 import os, resource, sys
@@ -116,7 +116,7 @@ def run_program(program: str, *, seconds: int = 10) -> Outcome:
         DataError: `seconds` below 1.
     """
     if seconds < 1:
-        raise DataError(f"seconds={seconds} must be at least 1")
+        raise DataError(too_small("seconds", seconds, 1))
     words = namespaces()
     isolation = (
         "limits",
