@@ -1,7 +1,7 @@
 """Every error this library raises on purpose.
 
     KvbitsError
-    ├── SpecError (ValueError)          a spec, scheme, geometry or option that cannot be
+    ├── SpecError (ValueError)          an invalid spec, scheme, geometry or option
     ├── DataError (ValueError)          tensors with the wrong shape, dtype, device, or with NaN or infinity
     │   └── ScaleOverflowError      a scale, bias or mean that its storage dtype does not hold
     ├── UnsupportedError                a model or call outside what the library can do correctly
@@ -30,7 +30,7 @@ class KvbitsWarning(UserWarning):
 
 
 class SpecError(KvbitsError, ValueError):
-    """A spec, scheme, geometry or option that cannot be."""
+    """An invalid spec, scheme, geometry or option."""
 
 
 class DataError(KvbitsError, ValueError):

@@ -103,7 +103,7 @@ class Cards:
         reserve_bytes: of each GPU, for everything but weights and cache; None for `RESERVE` of it.
 
     Raises:
-        SpecError: a number that cannot be, or weights that leave no memory for a cache.
+        SpecError: an invalid number, or weights that leave no memory for a cache.
     """
 
     memory_bytes: int
@@ -248,7 +248,7 @@ def uniform(
     """Return the geometry of a model whose layers are all alike.
 
     Raises:
-        SpecError: numbers that cannot be.
+        SpecError: invalid numbers.
     """
     if not 1 <= num_layers <= MAX_LAYERS:
         raise SpecError(f"num_layers={num_layers} must be at least 1 and at most {MAX_LAYERS:,}")

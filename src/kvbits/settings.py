@@ -73,7 +73,7 @@ def made(cls: type[T], given: dict[str, Any]) -> T:
     """Make settings of the values of all options, of which None stands for the default.
 
     Raises:
-        SpecError: a value that cannot be.
+        SpecError: an invalid value.
     """
     hints, values = get_type_hints(cls), {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]

@@ -178,7 +178,7 @@ class Header:
             or (kind in (Kind.ABOUT, Kind.PARAMETERS) and (pages or table_bytes))
         ):
             raise FileFormatError(
-                f"the header of {what} holds numbers that cannot be: kind {kind}, {pages} pages, {data_bytes} bytes,"
+                f"{what} has an invalid header: kind {kind}, {pages} pages, {data_bytes} bytes,"
                 f" shard {identity.shard} of {identity.shards}"
             )
         return cls(identity=identity, **fields | {"kind": Kind(kind)})

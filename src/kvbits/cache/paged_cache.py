@@ -417,7 +417,7 @@ class PagedCache:
             residual_length: newest tokens that stay raw; None leaves it.
 
         Raises:
-            SpecError: sizes that cannot be, or another number of tiers than the scheme has.
+            SpecError: invalid sizes, or a number of tiers that differs from the scheme's.
             PoolFullError: a fixed capacity has no room for the pages that leave a tier. Nothing changed.
         """
         self._passes.require_none("set_tiers")

@@ -270,7 +270,7 @@ def opened(
         RecursionError,
     ) as error:
         raise FileFormatError(
-            f"{path} is a kvbits cache file with contents that cannot be ({type(error).__name__}: {error}); save the"
+            f"{path} is a kvbits cache file with invalid contents ({type(error).__name__}: {error}); save the"
             " cache again"
         ) from error
 

@@ -210,7 +210,7 @@ def parse(state: bytes, groups: Rows[LayerGroup], what: str) -> list[Sequence]:
             raise ValueError("layers disagree about its length")
         return found
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise FileFormatError(f"{what} ends a sequence that cannot be ({type(error).__name__}: {error})") from error
+        raise FileFormatError(f"{what} ends an invalid sequence ({type(error).__name__}: {error})") from error
 
 
 def parse_json(text: bytes) -> Any:

@@ -52,7 +52,7 @@ def prompts_from_text(
         int64 [up to batch_size, length] each; one shorter window if the text has less than `length` tokens.
 
     Raises:
-        SpecError: a number that cannot be.
+        SpecError: an invalid number.
         DataError: an empty text.
     """
     for name, n, least in (("num_prompts", num_prompts, 1), ("length", length, 2), ("batch_size", batch_size, 1)):

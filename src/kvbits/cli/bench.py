@@ -71,7 +71,7 @@ def bench(options: Timed) -> None:
         speed.Shape(1, *options.heads, options.context, options.chunk),
     ]
     layers = (LayerGeometry(num_kv_heads=shapes[0].kv_heads, head_dim=shapes[0].head_dim),)
-    # refuses heads that cannot be
+    # refuses invalid heads
     specs = [CacheSpec(scheme=schemes.get(name, head_dim=shapes[0].head_dim), layers=layers) for name in chosen]
     say_device(device)
     torch.manual_seed(0)

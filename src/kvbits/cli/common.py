@@ -100,7 +100,7 @@ def watch_for_stop() -> None:
 
 
 class Group(TyperGroup):
-    """A group that turns errors raised on purpose, options that cannot be, and files that cannot be used, into one line
+    """A group that turns errors raised on purpose, invalid options, and files that cannot be used, into one line
     and exit code 2; with --json also into JSON.
     """
 

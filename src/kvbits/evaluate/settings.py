@@ -43,7 +43,7 @@ class Options:
             the task's usual number (`Task.usual_batch`); attention and decode take one.
 
     Raises:
-        SpecError: a number that cannot be, or data of no benchmark.
+        SpecError: an invalid number, or data of no benchmark.
     """
 
     windows: int = setting(16, "Windows of each text, spread evenly over it; replay: chains.", least=1)

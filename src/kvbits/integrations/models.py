@@ -187,7 +187,7 @@ def unfit_for(model: Any, scheme: Scheme) -> str | None:
 
 
 def check_place(dtype: str, device: str | None) -> None:
-    """Refuse a dtype or device that cannot be, before weights are read."""
+    """Refuse an invalid dtype or device before weights are read."""
     import torch
 
     if dtype not in DTYPES:

@@ -86,7 +86,7 @@ def plan(
         backend: "auto", or the name of one.
 
     Raises:
-        SpecError: numbers that cannot be, or the named backend refuses; the message says why.
+        SpecError: invalid numbers, or the named backend refuses; the message says why.
         UnsupportedError: no backend serves such a plan; the message says why.
     """
     try:

@@ -154,7 +154,7 @@ def pages_of(layouts: Sequence[PageLayout], tables: Sequence[Table]) -> np.ndarr
         int64 [n, 5], the columns above but `ROW`.
 
     Raises:
-        DataError: positions or lengths of pages that cannot be.
+        DataError: invalid positions or lengths of pages.
     """
     found = [np.zeros((0, 5), np.int64)]
     for part, (layout, table) in enumerate(zip(layouts, tables, strict=False)):  # copies have no table

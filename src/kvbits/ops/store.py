@@ -199,7 +199,7 @@ def _check_turn(turn: torch.Tensor, head_dim: int, device: torch.device) -> None
 
 
 def require_positions(starts: np.ndarray) -> None:
-    """Refuse positions that cannot be.
+    """Refuse invalid positions.
 
     Raises:
         DataError: a position of a stored token's page that is below 0.

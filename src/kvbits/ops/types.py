@@ -184,7 +184,7 @@ class Table:
 
 
 def check_starts(starts: np.ndarray, page_size: int) -> None:
-    """Refuse positions that cannot be.
+    """Refuse invalid positions.
 
     Raises:
         DataError: a position of a page's first token below 0, or past the most tokens.

@@ -162,7 +162,7 @@ class QuantSpec:
             step to both sides, which a Gaussian loses less to.
 
     Raises:
-        SpecError: for any combination that cannot be.
+        SpecError: for any invalid combination.
     """
 
     format: str = "int8"

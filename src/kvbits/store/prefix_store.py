@@ -76,7 +76,7 @@ class PrefixStore:
         options: of the remote file system, as fsspec takes them.
 
     Raises:
-        SpecError: a size, shard or place that cannot be.
+        SpecError: an invalid size, shard or place.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def checked(kind: type[Kind], given: Any, where: str, copied: bool, plain: str =
         plain: the format, where nothing in the engine reads a calibration.
 
     Raises:
-        UnsupportedError: options that there are not or that cannot be; `where` says what gave them.
+        UnsupportedError: unknown or invalid options; `where` says what gave them.
     """
     names = [f.name for f in dataclasses.fields(kind)]
     if not isinstance(given, dict):

@@ -154,7 +154,7 @@ def options_of(form: Format) -> Options:
     SGLang's processes inherit the environment.
 
     Raises:
-        UnsupportedError: options that there are not or that cannot be.
+        UnsupportedError: unknown or invalid options.
     """
     text = os.environ.get("KVBITS_SGLANG") or "{}"
     try:

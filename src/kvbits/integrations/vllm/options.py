@@ -67,7 +67,7 @@ def options_of(vllm_config: Any, copied: bool | None = None) -> Options:
     says).
 
     Raises:
-        UnsupportedError: options that there are not or that cannot be.
+        UnsupportedError: unknown or invalid options.
     """
     given = vllm_config.additional_config
     given = given.get(KEY, {}) if isinstance(given, dict) else {}

@@ -55,7 +55,7 @@ class PageList:
         """Make the list of pages that a table describes.
 
         Raises:
-            DataError: positions or lengths of pages that cannot be.
+            DataError: invalid positions or lengths of pages.
         """
         pages, tokens = _host(table.pages), _host(table.tokens).astype(np.int64)
         batch, width = len(tokens), pages.shape[1]
@@ -203,7 +203,7 @@ def exact(
         out [B, T, Hq, value_head_dim] and lse [B, T, Hq] (natural log) in `dtype`.
 
     Raises:
-        DataError: positions or lengths of pages that cannot be.
+        DataError: invalid positions or lengths of pages.
     """
     lists = [PageList.of(table, store.layout.page_size) for table, store in zip(tables, stores, strict=True)]
     at = query_positions(lists, q.shape[1], query_lens) if positions is None else positions.long()
