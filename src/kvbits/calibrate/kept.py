@@ -218,9 +218,10 @@ def measure(model: ModelRef, tokenizer: Any) -> Calibration:
 
 
 def key_of(model: ModelRef) -> str | None:
-    """Return a name of the weights of a model: of a loaded one by its configuration and the first row of every matrix
-    in its layers, which ranks that share it must all ask; of one in files, or on the hub as far as it is here, by the
-    same rows. None where no weights are.
+    """Return a name of the weights of a model, or None where there are none.
+
+    The name depends on the configuration and the first row of every matrix in the layers. Ranks that share a loaded
+    model must all ask. The rows of a model in files, or on the hub as far as it is here, are the same.
     """
     rows = _rows_of_files(model) if model.loaded is None else _rows(model.loaded)
     if rows is None:

@@ -1,4 +1,4 @@
-"""`kvbits check`: a screen of minutes. Does this scheme suit this model, layer by layer, and what would?
+"""`kvbits check`: a screen of minutes, which tells whether a scheme suits a model, layer by layer, or which one does.
 
     1. observe      one text through the model; every layer's queries, keys and values
     2. judge        the scheme's pages on those inputs: attention error per layer against limits, beside what makes the
@@ -6,9 +6,9 @@
     3. advise       for layers that fail, every remedy is tried on the same inputs; the cheapest that passes is advised
     4. confirm      KL and perplexity of the scheme and of the advised one, through the real cache on whole windows
 
-So there are two verdicts, on the layers and on the whole cache, and a scheme passes only if both pass (`Screen.verdict`
-says so in words): a layer whose attention is lost shows it at once, a text of some hundred tokens often not, because
-its newest tokens are raw and other layers make up for it.
+So there are two verdicts, on the layers and on the whole cache, and a scheme passes only if both pass
+(`Screen.verdict`). A layer whose attention is lost shows it at once. A text of some hundred tokens often does not show
+it, because its newest tokens are raw and other layers make up for it.
 
 A remedy is a value of the scheme: per-channel or centred keys, other group sizes, INT8 keys with the values as they
 are, raw sinks, raw layers.

@@ -122,9 +122,11 @@ class Fidelity:
         return Fidelity(self.seconds, self.num_timed, num_texts=self.num_texts, **parts)
 
     def record(self, start: int = 0) -> dict[str, Any]:
-        """Return JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above
-        1 nat, the position of the first token whose most likely one flipped (the end of the text, if none did), sums by
-        octave of position, and a histogram of KL (bin b holds 2**(b/32) <= KL < 2**((b+1)/32) nats, "zero" is KL 0).
+        """Return JSON data of one text that adds up over windows.
+
+        It has sums, the worst token's KL and position, tokens above 1 nat, and sums by octave of position. It has the
+        position of the first token whose most likely one flipped, or the end of the text. In its histogram of KL, bin b
+        holds 2**(b/32) <= KL < 2**((b+1)/32) nats, and "zero" is KL 0.
 
         Args:
             start: tokens that were stored before the text: its first one has this position.

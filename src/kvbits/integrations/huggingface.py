@@ -4,11 +4,12 @@
     model.generate(**inputs, past_key_values=cache)
     cache.nbytes, cache.explain()
 
-How it fits (transformers >= 5.14): `update()` hands out a `Handle` instead of tensors; the attention function
-registered as "kvbits" takes the handle, stores the new keys and values and attends over the pages; the mask function
-registered as "kvbits" passes on which tokens are padding instead of building a mask. Padding tokens are neither stored
-nor counted in any scale. With other caches the "kvbits" attention is plain SDPA, so a model switched to it keeps
-working. Any other attention implementation that gets a handle raises UnsupportedError.
+It fits into transformers >= 5.14 in three places. `update()` returns a `Handle` instead of tensors. The attention
+function registered as "kvbits" takes the handle, stores the new keys and values, and attends over the pages. The mask
+function registered as "kvbits" passes on which tokens are padding, and builds no mask.
+
+Padding tokens are neither stored nor counted in any scale. With other caches the "kvbits" attention is plain SDPA, so a
+model switched to it keeps working. Any other attention implementation that gets a handle raises UnsupportedError.
 """
 
 from __future__ import annotations

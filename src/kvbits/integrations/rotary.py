@@ -2,11 +2,13 @@
 
     layers = with_rotary(layer_geometries(model.config), model)
 
-Frequencies come from the buffers of the model's rotary module (so linear, llama3, yarn and longrope scaling are in
-them; Gemma 3 has one set per layer type), the pairing of channels from turning unit vectors with the model's own
-`apply_rotary_pos_emb`. A cache that stores keys before the rotary embedding turns them back with these frequencies when
-a page closes and forth when it is read: whatever the model really did to a key, it comes out as it went in, so that a
-frequency that is off (dynamic scaling, layers without rotary embedding) costs accuracy and never correctness.
+Frequencies come from the buffers of the model's rotary module, so linear, llama3, yarn and longrope scaling are in
+them. Gemma 3 has one set per layer type. The pairing of channels comes from turning unit vectors with the model's own
+`apply_rotary_pos_emb`.
+
+A cache that stores keys before the rotary embedding turns them back with these frequencies when a page closes, and
+forth when it is read. So a key comes out as it went in, whatever the model did to it. A frequency that is off (dynamic
+scaling, layers without rotary embedding) costs accuracy and never correctness.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Codebook:    bias = (min + max) / 2, scale = max|x - bias|, codes number the nea
 
 With outliers the ranges leave out the elements that widen them most (`quant.outliers`).
 
-Scale, bias and mean are rounded to their storage dtype FIRST and codes are taken against the rounded values: bias is
-rounded down, so nothing falls below code 0, and a subnormal float16 scale is rounded up, so nothing falls past the last
+Scale, bias and mean are rounded to their storage dtype first, and codes are taken against the rounded values. A bias is
+rounded down, so nothing falls below code 0. A subnormal float16 scale is rounded up, so nothing falls past the last
 code. Codes round half to even from x * (1 / scale) in float32. A group without spread stores the smallest scale and
 decodes to its bias: readers that round weights times scales against the largest of a page (the CPU kernels) lose
 nothing to it.

@@ -1,10 +1,10 @@
 """Turning keys by their positions, and back (arXiv:2104.09864): channel pair (d, d + head_dim / 2) by position *
 inv_freq[d] radians.
 
-Angles are taken in float64, because position * inv_freq in float32 is off by up to 0.008 radians at 131,072. Pages are
-turned back by definition as follows, so that every kernel stores the same bytes: cosine and sine of the first token's
-angle and of token j's distance from it, j * inv_freq, are multiplied out in float64 (cos a cos b - sin a sin b, sin a
-cos b + cos a sin b), then rounded to float32; a turned number that is zero is +0.
+Angles are taken in float64, because position * inv_freq in float32 is off by up to 0.008 radians at 131,072. Every
+kernel stores the same bytes, since pages are turned back by definition as follows. Let a be the first token's angle and
+b = j * inv_freq token j's distance from it. Their cosines and sines are multiplied out in float64 (cos a cos b - sin a
+sin b, sin a cos b + cos a sin b) and rounded to float32. A turned number that is zero is +0.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention over 16-bit rows on a GPU, with its log-sum-exp: the fastest kernel that torch has for the shape.
 
-FlashAttention serves every shape. On Hopper cuDNN takes 0.55 times as long for long ones, but plans anew for every
-shape and set of strides, which costs tens of milliseconds of host time; so it is given few: whole multiples of an
-eighth of a power of two where a chunk attends to itself, powers of two of a history. The rest goes to FlashAttention,
-and the results are merged.
+FlashAttention serves every shape. On Hopper cuDNN takes 0.55 times as long for long ones. It plans anew for every shape
+and set of strides, which costs tens of milliseconds of host time, so it gets few shapes: whole multiples of an eighth
+of a power of two where a chunk attends to itself, and powers of two of a history. FlashAttention gets the rest, and the
+results are merged.
 """
 
 from __future__ import annotations
