@@ -3,8 +3,8 @@
     config.json, directory, GGUF file, hub id  --load_config-->  configuration  --layer_geometries-->  (LayerGeometry,
                                                                  ...)
 
-Families differ in three things. Heads are `num_key_value_heads`, `multi_query`, or as many as query heads. `head_dim` is
-stated, or hidden_size / heads. Layers see a window as `layer_types` states, where the family has it. Gemma 2/3, Qwen
+Families differ in three things. Heads are `num_key_value_heads`, `multi_query`, or as many as query heads. `head_dim`
+is stated, or hidden_size / heads. Layers see a window as `layer_types` states, where the family has it. Gemma 2/3, Qwen
 2/3 and Cohere 2 compute it from `sliding_window_pattern`, `use_sliding_window` and `max_window_layers`. In other
 families every layer of a model with a `sliding_window` sees it (Mistral, Phi-3). These are the rules of
 `transformers.cache_utils.get_layer_types_and_kwargs`, which is not called because its return type changed between 5.17

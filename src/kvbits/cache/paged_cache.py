@@ -400,9 +400,9 @@ class PagedCache:
     def keep_past(self) -> None:
         """Prepare for tokens that may be removed again, until the next `crop`.
 
-        Sliding-window layers keep everything. A fixed capacity has no room for that, so prompts longer than their window
-        need a cache that grows. Tiers keep the pages that newer tokens push out. In a cache without a fixed capacity, up
-        to a page of new tokens closes nothing. Removing that many leaves exactly what was there before.
+        Sliding-window layers keep everything. A fixed capacity has no room for that, so prompts longer than their
+        window need a cache that grows. Tiers keep the pages that newer tokens push out. In a cache without a fixed
+        capacity, up to a page of new tokens closes nothing. Removing that many leaves exactly what was there before.
         """
         with self.change("keep_past()"):
             for g in self.held_groups:
