@@ -128,27 +128,32 @@ DEVICE void leave_sums(Merge& shared, const Softmax& softmax, int first_column, 
         }
 }
 
-/// Whether shared memory has room for all results of a walk at once.
+/// Whether all results of a walk are its first plane's, so that no column is merged twice.
 template <class Walk>
-constexpr bool LEAVES_ALL = ROUNDS_AT_ONCE >= Walk::ROUNDS && Walk::ROUNDS == Walk::FIRST_PLANE_ROUNDS;
+constexpr bool ONE_PLANE = Walk::ROUNDS == Walk::FIRST_PLANE_ROUNDS;
+/// Whether shared memory has room for all of them at once.
+template <class Walk>
+constexpr bool LEAVES_ALL = ONE_PLANE<Walk> && ROUNDS_AT_ONCE >= Walk::ROUNDS;
 
-/// A warp's results, for `merge_columns`.
+/// A warp's results of rounds from `first` on, as many as there is room for.
 template <class Walk>
-DEVICE void leave_results(const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4], Merge& shared, int warp,
-                          int lane) {
+DEVICE void leave_rounds(const Walk& walk, const Softmax& softmax, Merge& shared, int first, int warp, int lane) {
+    const int g = lane / 4, c = lane % 4;
+#pragma unroll
+    for (int k = 0; k < ROUNDS_AT_ONCE; ++k)
+        for (int n = 0; n < NT && first + k < Walk::ROUNDS; ++n)
+            for (int e = 0; e < 2; ++e) {
+                float4 x = walk.result(first + k, n, e);
+                if (!softmax.seen[n][e]) x = {0.f, 0.f, 0.f, 0.f};
+                if (MERGE_COLS < 8 && c >= MERGE_COLS / 2) continue;
+                *reinterpret_cast<float4*>(&shared.rounds[warp][k][n * 8 + 2 * c + e][4 * g]) = x;
+            }
+}
+/// What belongs to all rounds.
+DEVICE void leave_all_sums(const Softmax& softmax, const float (*bias_sum)[4], Merge& shared, int warp, int lane) {
     const int g = lane / 4, c = lane % 4;
     shared.wait_until_free(warp);
     leave_sums<false>(shared, softmax, 2 * c, warp, g);
-#pragma unroll
-    for (int k = 0; k < Walk::ROUNDS; ++k)
-        for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) {
-                float4 x = walk.result(k, n, e);
-                if (!softmax.seen[n][e]) x = {0.f, 0.f, 0.f, 0.f};
-                if (MERGE_COLS < 8 && c >= MERGE_COLS / 2) continue;
-                *reinterpret_cast<float4*>(&shared.rounds[warp][min(k, ROUNDS_AT_ONCE - 1)][n * 8 + 2 * c + e][4 * g]) =
-                    x;
-            }
     if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0))
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e)
@@ -156,8 +161,8 @@ DEVICE void leave_results(const Walk& walk, const Softmax& softmax, const float 
                     softmax.seen[n][e] ? bias_sum[n][e] : 0.f;
 }
 
-/// A warp turns all warps' reference exponents of columns `first`, `first` + `step` .. into factors, in place, and leaves
-/// each column's exponent and sum; four lanes a column.
+/// A warp turns all warps' reference exponents of columns `first`, `first` + `step` .. into factors, in place, and
+/// leaves each column's exponent and sum; four lanes a column.
 DEVICE void weigh_warps(Merge& shared, int first, int step, int lane) {
     constexpr int EACH = (WARPS + 3) / 4;
 #pragma unroll 1
@@ -185,25 +190,23 @@ DEVICE void weigh_warps(Merge& shared, int first, int step, int lane) {
     __syncwarp();
 }
 
-/// A warp adds up what all warps left of columns `first`, `first` + `step` ..
+/// A warp adds up what all warps left of columns `first`, `first` + `step` .., in rounds from `round` on.
 template <class Walk>
-DEVICE void merge_columns(const Args& a, const Walk& walk, const Segment& s, const Unit& u, bool has_bias, int bias_group,
-                          Merge& shared, int first, int step, int lane) {
-    weigh_warps(shared, first, step, lane);
-    const int columns = columns_of(a, u);
+DEVICE void merge_columns(const Args& a, const Walk& walk, const Segment& s, const Unit& u, bool has_bias,
+                          int bias_group, Merge& shared, int round, int first, int step, int lane) {
+    const int columns = columns_of(a, u), rounds = min(ROUNDS_AT_ONCE, Walk::ROUNDS - round);
 #pragma unroll 1
     for (int col = first; col < columns; col += step) {
 #pragma unroll 1
-        for (int i = lane; i < Walk::ROUNDS * 8; i += 32) {
-            const int x = i % 8 * 4, k = i / 8, ch = walk.channel(k, x);
+        for (int i = lane; i < rounds * 8; i += 32) {
+            const int x = i % 8 * 4, k = i / 8, ch = walk.channel(round + k, x);
             if (ch < 0 || ch >= DV) continue;
             float bias = 0.f;
             float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float f = shared.warp_ml[w][col].x;
-                const float4 y =
-                    *reinterpret_cast<const float4*>(&shared.rounds[w][min(k, ROUNDS_AT_ONCE - 1)][col][x]);
+                const float4 y = *reinterpret_cast<const float4*>(&shared.rounds[w][k][col][x]);
                 sum = {sum.x + y.x * f, sum.y + y.y * f, sum.z + y.z * f, sum.w + y.w * f};
                 if (MERGE_BIAS && has_bias) bias += shared.bias[w][ch / bias_group][col] * f;
             }
@@ -218,7 +221,8 @@ DEVICE void merge_columns(const Args& a, const Walk& walk, const Segment& s, con
 template <class Walk>
 DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
                          int bias_group, Merge& shared, int warp, int lane) {
-    leave_results(walk, softmax, bias_sum, shared, warp, lane);
+    leave_all_sums(softmax, bias_sum, shared, warp, lane);
+    leave_rounds(walk, softmax, shared, 0, warp, lane);
     __syncwarp();
     int order = 0;
     const u32 phase = shared.segments_left[warp] & 1;
@@ -230,7 +234,9 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
     const Segment& s = shared.segments[Merge::own(warp)];
     if (merger >= 0) {
         barrier_wait(shared.all_left_barrier(), phase);
-        merge_columns(a, walk, s, shared.units[Merge::own(warp)], bias_sum, bias_group, shared, merger, MERGERS, lane);
+        weigh_warps(shared, merger, MERGERS, lane);
+        const Unit& u = shared.units[Merge::own(warp)];
+        merge_columns(a, walk, s, u, bias_sum, bias_group, shared, 0, merger, MERGERS, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.merged_barrier());
     }
@@ -240,10 +246,10 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
     return next;
 }
 
-/// Merges results as many rounds at a time as shared memory has room for. All consumer warps call it. FOLD: columns
-/// 4 .. 7 of the walk's results are columns 0 .. 3 of channels DV / 2 further on.
+/// Merges results of several planes of values, whose rounds are added to those of the first. All consumer warps call
+/// it. FOLD: columns 4 .. 7 of the walk's results are columns 0 .. 3 of channels DV / 2 further on.
 template <bool FOLD, class Walk>
-DEVICE void merge_rounds(const Args& a, const Walk& walk, const Segment& s, const Unit& u, const Softmax& softmax,
+DEVICE void merge_planes(const Args& a, const Walk& walk, const Segment& s, const Unit& u, const Softmax& softmax,
                          const float (*bias_sum)[4], int bias_group, Merge& shared, int warp, int lane) {
     const int g = lane / 4, c = lane % 4, thread = warp * 32 + lane;
     const int first_column = FOLD ? 2 * (c % 2) : 2 * c;
@@ -309,19 +315,25 @@ DEVICE void merge_rounds(const Args& a, const Walk& walk, const Segment& s, cons
     }
 }
 
-/// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: see merge_rounds.
+/// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: see merge_planes.
 template <bool FOLD = false, class Walk>
 DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
                            int bias_group, Merge& shared, int warp, int lane) {
     const Segment& s = shared.segments[Merge::own(warp)];
     const Unit& u = shared.units[Merge::own(warp)];
     const int thread = warp * 32 + lane;
-    if (!FOLD && LEAVES_ALL<Walk>) {
-        leave_results(walk, softmax, bias_sum, shared, warp, lane);
-        sync_threads(CONSUMERS);
-        merge_columns(a, walk, s, u, bias_sum, bias_group, shared, warp, WARPS, lane);
+    if (FOLD || !ONE_PLANE<Walk>) {
+        merge_planes<FOLD>(a, walk, s, u, softmax, bias_sum, bias_group, shared, warp, lane);
     } else {
-        merge_rounds<FOLD>(a, walk, s, u, softmax, bias_sum, bias_group, shared, warp, lane);
+        leave_all_sums(softmax, bias_sum, shared, warp, lane);
+#pragma unroll
+        for (int round = 0; round < Walk::ROUNDS; round += ROUNDS_AT_ONCE) {
+            if (round) sync_threads(CONSUMERS);
+            leave_rounds(walk, softmax, shared, round, warp, lane);
+            sync_threads(CONSUMERS);
+            if (round == 0) weigh_warps(shared, warp, WARPS, lane);
+            merge_columns(a, walk, s, u, bias_sum, bias_group, shared, round, warp, WARPS, lane);
+        }
     }
     if (s.slot >= 0) {
         sync_threads(CONSUMERS);
