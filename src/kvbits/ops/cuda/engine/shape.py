@@ -42,10 +42,6 @@ FOLD_COLUMNS = 4
 """Query columns up to which kernels that fold let half of a matrix instruction's eight columns do as much again."""
 RAW_TOKENS = (32, 16, 8)
 """Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
-MERGERS = 4
-"""Warps that merge the results of a unit which warps leave one by one. One alone merges for 4.5 us while its pages
-wait: int4 at 128 x 2,048 tokens took 139.0 us with one, 136.6 and 136.7 with two and four, 140.9 with all seven.
-"""
 BARRIERS = 24
 """Bytes of a slot's barriers and tokens (struct Ring)."""
 Pieces = Sequence[tuple[int, int, int, int]]
@@ -255,7 +251,7 @@ def frame_defines(
     merge_bias: bool = False,
     bias_groups: bool = False,
     own_start: bool = False,
-    mergers: int = MERGERS,
+    mergers: int | None = None,
     fragments: int = 0,
 ) -> dict[str, int]:
     """Macros of every attention kernel (config.cuh); SHARED_BYTES counts what its ring takes and what merging does.
@@ -265,7 +261,9 @@ def frame_defines(
         merge_bias, bias_groups: sums of weights go with results, of each of up to 16 groups.
         own_start: warps start segments alone. Not where queries take a calibrated scale, warps share operands, or a
             block shares tables of its head.
-        mergers: warps that merge where warps leave a unit one by one.
+        mergers: warps that merge a unit which warps leave one by one, None for half of them. One alone kept its pages
+            waiting for 4.5 us. int4 at 128 x 2,048 tokens took 136.7 us with four of seven warps, 139.0 with one, 140.9
+            with all; int8_centered at 32 x 4,096 100.3 us with two of four, 101.7 with all.
         fragments: key operands of a column tile that warps share.
     """
     merge_cols = merge_cols or ask.cols
@@ -284,7 +282,7 @@ def frame_defines(
         "Q_FRAGMENTS": fragments,
         "SPANS": int(ask.spans),
         "OWN_START": int(own_start),
-        "MERGERS": min(shape.warps, mergers),
+        "MERGERS": mergers or (shape.warps + 1) // 2,
         "ROUNDS_AT_ONCE": rounds,
         "MERGE_COLS": merge_cols,
         "MERGE_BIAS": int(merge_bias),

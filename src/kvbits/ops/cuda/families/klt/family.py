@@ -33,10 +33,6 @@ MOST_WARPS = 11
 (klt3).
 """
 
-FEW_WARPS = 7
-"""Consumer warps up to which all merge a unit that they leave. klt4 at 32 x 4,096 tokens took 72.3 us so and 75.5 with
-four, at 128 x 2,048 156.7 and 165.3; with 11 warps (klt2) four are 0 to 3 % faster than seven.
-"""
 LEAST_CHUNK = 32
 """Tokens of a chunk, at least: those of a step."""
 
@@ -81,7 +77,7 @@ class Klt(Family):
                 ask, slot, chunk, units[0], 4 if large else MOST_WARPS, deep=False, own_bytes=own_bytes
             )
             ring = shape.ring_bytes(ask, chosen, slot) + own_bytes(chosen.warps)
-            mergers = chosen.warps if chosen.warps <= FEW_WARPS else shape.MERGERS
+            mergers = _mergers(chosen.warps, ask.fold)
             defines: dict[str, int | str] = dict(
                 shape.frame_defines(
                     ask, chosen, ring, merge_cols=4 if ask.fold else None, own_start=True, mergers=mergers
@@ -233,6 +229,14 @@ def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> 
             )
         }
     return defines | band_defines(small) | {"KEY_STEPS": _key_steps(layout), "FORMAT": number}
+
+
+def _mergers(warps: int, fold: bool) -> int:
+    """Warps that merge a unit which warps leave one by one: all, whose wait makers of queries use, but few of many that
+    fold. klt4 at 128 x 2,048 tokens took 156.4 us with seven of seven, 165.3 with four; klt2 at 32 x 4,096 85.8 us with
+    eleven of eleven, 90.1 with four; folding, at 128 x 2,048, 205.6 with two of eleven, 217.2 with four.
+    """
+    return 2 if fold and warps > 7 else warps
 
 
 def _makers(head_dim: int) -> tuple[int, int]:
