@@ -1,7 +1,8 @@
 // The end of a segment: warps of a block are merged through shared memory, segments of a unit by the block that arrives
 // last.
 //   leave_segment    kernels with OWN_START, where a segment is its unit's only one and the block has others: a warp
-//   leaves its results and goes on finish_segment   everywhere else: all warps wait for each other
+//                    leaves its results and goes on; the last ones merge
+//   finish_segment   everywhere else: all warps wait for each other, and merge
 #pragma once
 #include "columns.cuh"
 
@@ -18,11 +19,13 @@ struct Merge {
     Segment segments[STARTS];
     Unit units[STARTS];
     int last;
-    int left;                    // warps that have left the current segment's results
+    int left;                    // how often a warp has left a segment's results
     u32 segments_left[WARPS];    // how many segments a warp has left so
-    u64 merged;                  // barrier: phase k ends when the results of the k-th segment left have been merged
+    // barriers: phase k ends when all warps have left the results of the k-th segment left; when these have been merged
+    u64 all_left, merged;
 
     DEVICE static int own(int warp) { return OWN_START ? warp : 0; }
+    DEVICE u32 all_left_barrier() const { return shared_address(&all_left); }
     DEVICE u32 merged_barrier() const { return shared_address(&merged); }
     /// Until no warp reads the results of segments left before.
     DEVICE void wait_until_free(int warp) const {
@@ -125,11 +128,46 @@ DEVICE void leave_sums(Merge& shared, const Softmax& softmax, int first_column, 
         }
 }
 
-/// One warp turns the reference exponents of all warps into factors, in place, and leaves each column's exponent and
-/// sum; four lanes a column.
-DEVICE void weigh_warps(Merge& shared, int lane) {
+/// Whether all results of a walk are its first plane's, so that no column is merged twice.
+template <class Walk>
+constexpr bool ONE_PLANE = Walk::ROUNDS == Walk::FIRST_PLANE_ROUNDS;
+/// Whether shared memory has room for all of them at once.
+template <class Walk>
+constexpr bool LEAVES_ALL = ONE_PLANE<Walk> && ROUNDS_AT_ONCE >= Walk::ROUNDS;
+
+/// A warp's results of rounds from `first` on, as many as there is room for.
+template <class Walk>
+DEVICE void leave_rounds(const Walk& walk, const Softmax& softmax, Merge& shared, int first, int warp, int lane) {
+    const int g = lane / 4, c = lane % 4;
+#pragma unroll
+    for (int k = 0; k < ROUNDS_AT_ONCE; ++k)
+        for (int n = 0; n < NT && first + k < Walk::ROUNDS; ++n)
+            for (int e = 0; e < 2; ++e) {
+                float4 x = walk.result(first + k, n, e);
+                if (!softmax.seen[n][e]) x = {0.f, 0.f, 0.f, 0.f};
+                if (MERGE_COLS < 8 && c >= MERGE_COLS / 2) continue;
+                *reinterpret_cast<float4*>(&shared.rounds[warp][k][n * 8 + 2 * c + e][4 * g]) = x;
+            }
+}
+/// What belongs to all rounds.
+DEVICE void leave_all_sums(const Softmax& softmax, const float (*bias_sum)[4], Merge& shared, int warp, int lane) {
+    const int g = lane / 4, c = lane % 4;
+    shared.wait_until_free(warp);
+    leave_sums<false>(shared, softmax, 2 * c, warp, g);
+    if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0))
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e)
+                shared.bias[warp][BIAS_GROUPS > 1 ? g : 0][n * 8 + 2 * c + e] =
+                    softmax.seen[n][e] ? bias_sum[n][e] : 0.f;
+}
+
+/// A warp turns all warps' reference exponents of columns `first`, `first` + `step` .. into factors, in place, and
+/// leaves each column's exponent and sum; four lanes a column.
+DEVICE void weigh_warps(Merge& shared, int first, int step, int lane) {
     constexpr int EACH = (WARPS + 3) / 4;
-    for (int col = lane / 4; col < COLS; col += 8) {
+#pragma unroll 1
+    for (int from = first; from < MERGE_COLS; from += 8 * step) {
+        const int wanted = from + lane / 4 * step, col = wanted < MERGE_COLS ? wanted : from;
         float2 ml[EACH];
         float best = NOT_SEEN, total = 0.f;
 #pragma unroll
@@ -152,76 +190,68 @@ DEVICE void weigh_warps(Merge& shared, int lane) {
     __syncwarp();
 }
 
-/// The end of a segment that is its unit's only one, where the block has others: a warp leaves its results in shared
-/// memory and goes on; the last merges.
+/// A warp adds up what all warps left of columns `first`, `first` + `step` .., in rounds from `round` on.
 template <class Walk>
-DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
-                         int bias_group, Merge& shared, int warp, int lane) {
-    const int g = lane / 4, c = lane % 4;
-    shared.wait_until_free(warp);
-    leave_sums<false>(shared, softmax, 2 * c, warp, g);
-#pragma unroll
-    for (int k = 0; k < Walk::ROUNDS; ++k)
-        for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) {
-                float4 x = walk.result(k, n, e);
-                if (!softmax.seen[n][e]) x = {0.f, 0.f, 0.f, 0.f};
-                if (MERGE_COLS < 8 && c >= MERGE_COLS / 2) continue;
-                *reinterpret_cast<float4*>(&shared.rounds[warp][min(k, ROUNDS_AT_ONCE - 1)][n * 8 + 2 * c + e][4 * g]) =
-                    x;
-            }
-    if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0))
-        for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e)
-                shared.bias[warp][BIAS_GROUPS > 1 ? g : 0][n * 8 + 2 * c + e] =
-                    softmax.seen[n][e] ? bias_sum[n][e] : 0.f;
-    __threadfence_block();
-    __syncwarp();
-    int before = 0;
-    if (lane == 0) {
-        before = atomicAdd(&shared.left, 1);
-        if (before == WARPS - 1) shared.left = 0;
-        ++shared.segments_left[warp];
-    }
-    const Segment& s = shared.segments[Merge::own(warp)];
-    if (__shfl_sync(ALL_LANES, before, 0) == WARPS - 1) {
-        __threadfence_block();
-        const Unit& u = shared.units[Merge::own(warp)];
-        const int columns = columns_of(a, u);
-        weigh_warps(shared, lane);
+DEVICE void merge_columns(const Args& a, const Walk& walk, const Segment& s, const Unit& u, bool has_bias,
+                          int bias_group, Merge& shared, int round, int first, int step, int lane) {
+    const int columns = columns_of(a, u), rounds = min(ROUNDS_AT_ONCE, Walk::ROUNDS - round);
 #pragma unroll 1
-        for (int i = lane; i < Walk::ROUNDS * MERGE_COLS * 8; i += 32) {
-            const int x = i % 8 * 4, col = i / 8 % MERGE_COLS, k = i / (8 * MERGE_COLS), ch = walk.channel(k, x);
-            if (ch < 0 || ch >= DV || col >= columns) continue;
+    for (int col = first; col < columns; col += step) {
+#pragma unroll 1
+        for (int i = lane; i < rounds * 8; i += 32) {
+            const int x = i % 8 * 4, k = i / 8, ch = walk.channel(round + k, x);
+            if (ch < 0 || ch >= DV) continue;
             float bias = 0.f;
             float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float f = shared.warp_ml[w][col].x;
-                const float4 y =
-                    *reinterpret_cast<const float4*>(&shared.rounds[w][min(k, ROUNDS_AT_ONCE - 1)][col][x]);
+                const float4 y = *reinterpret_cast<const float4*>(&shared.rounds[w][k][col][x]);
                 sum = {sum.x + y.x * f, sum.y + y.y * f, sum.z + y.z * f, sum.w + y.w * f};
-                if (MERGE_BIAS && bias_sum) bias += shared.bias[w][ch / bias_group][col] * f;
+                if (MERGE_BIAS && has_bias) bias += shared.bias[w][ch / bias_group][col] * f;
             }
-            if (MERGE_BIAS && bias_sum) sum = {sum.x + bias, sum.y + bias, sum.z + bias, sum.w + bias};
+            if (MERGE_BIAS && has_bias) sum = {sum.x + bias, sum.y + bias, sum.z + bias, sum.w + bias};
             write_result(a, s, u, col, ch, sum, shared.ml[col]);
         }
+    }
+}
+
+/// The end of a segment that is its unit's only one, where the block has others: a warp leaves its results in shared
+/// memory and goes on; the last MERGERS to come wait for each other and merge.
+template <class Walk>
+DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
+                         int bias_group, Merge& shared, int warp, int lane) {
+    leave_all_sums(softmax, bias_sum, shared, warp, lane);
+    leave_rounds(walk, softmax, shared, 0, warp, lane);
+    __syncwarp();
+    int order = 0;
+    const u32 phase = shared.segments_left[warp] & 1;
+    if (lane == 0) {
+        order = atomicAdd(&shared.left, 1) % WARPS;
+        barrier_arrive(shared.all_left_barrier());
+    }
+    const int merger = __shfl_sync(ALL_LANES, order, 0) - (WARPS - MERGERS);
+    const Segment& s = shared.segments[Merge::own(warp)];
+    if (merger >= 0) {
+        barrier_wait(shared.all_left_barrier(), phase);
+        weigh_warps(shared, merger, MERGERS, lane);
+        const Unit& u = shared.units[Merge::own(warp)];
+        merge_columns(a, walk, s, u, bias_sum, bias_group, shared, 0, merger, MERGERS, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.merged_barrier());
     }
     const int next = s.next;
+    if (lane == 0) ++shared.segments_left[warp];
     __syncwarp();  // the next segment is written where this one is
     return next;
 }
 
-/// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: columns 4 .. 7 of the
-/// walk's results are columns 0 .. 3 of channels DV / 2 further on.
-template <bool FOLD = false, class Walk>
-DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
-                           int bias_group, Merge& shared, int warp, int lane) {
-    const Segment& s = shared.segments[Merge::own(warp)];
-    const Unit& u = shared.units[Merge::own(warp)];
-    int g = lane / 4, c = lane % 4, thread = warp * 32 + lane;
+/// Merges results of several planes of values, whose rounds are added to those of the first. All consumer warps call
+/// it. FOLD: columns 4 .. 7 of the walk's results are columns 0 .. 3 of channels DV / 2 further on.
+template <bool FOLD, class Walk>
+DEVICE void merge_planes(const Args& a, const Walk& walk, const Segment& s, const Unit& u, const Softmax& softmax,
+                         const float (*bias_sum)[4], int bias_group, Merge& shared, int warp, int lane) {
+    const int g = lane / 4, c = lane % 4, thread = warp * 32 + lane;
     const int first_column = FOLD ? 2 * (c % 2) : 2 * c;
     shared.wait_until_free(warp);
     leave_sums<FOLD>(shared, softmax, first_column, warp, g);
@@ -282,6 +312,28 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
             x = {x.x + b, x.y + b, x.z + b, x.w + b};
         }
         write_result(a, s, u, col, ch, x, shared.ml[col]);
+    }
+}
+
+/// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: see merge_planes.
+template <bool FOLD = false, class Walk>
+DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
+                           int bias_group, Merge& shared, int warp, int lane) {
+    const Segment& s = shared.segments[Merge::own(warp)];
+    const Unit& u = shared.units[Merge::own(warp)];
+    const int thread = warp * 32 + lane;
+    if (FOLD || !ONE_PLANE<Walk>) {
+        merge_planes<FOLD>(a, walk, s, u, softmax, bias_sum, bias_group, shared, warp, lane);
+    } else {
+        leave_all_sums(softmax, bias_sum, shared, warp, lane);
+#pragma unroll
+        for (int round = 0; round < Walk::ROUNDS; round += ROUNDS_AT_ONCE) {
+            if (round) sync_threads(CONSUMERS);
+            leave_rounds(walk, softmax, shared, round, warp, lane);
+            sync_threads(CONSUMERS);
+            if (round == 0) weigh_warps(shared, warp, WARPS, lane);
+            merge_columns(a, walk, s, u, bias_sum, bias_group, shared, round, warp, WARPS, lane);
+        }
     }
     if (s.slot >= 0) {
         sync_threads(CONSUMERS);

@@ -146,7 +146,8 @@ DEVICE void start_block(Ring& ring, Merge& merge) {
     if (threadIdx.x < WARPS) merge.segments_left[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         merge.left = 0;
-        barrier_init(merge.merged_barrier(), 1);
+        barrier_init(merge.all_left_barrier(), WARPS);
+        barrier_init(merge.merged_barrier(), MERGERS);
     }
     if (threadIdx.x < sizeof(ring.full) / sizeof(u64)) {
         // A bulk copy arrives once, for its lane; asynchronous copies arrive once per lane, and the lane that wrote

@@ -16,6 +16,9 @@
 #include "turn.cuh"
 
 constexpr bool BYTES = FOLDED;
+/// Where what makers unroll would spill: a block of more than 7 consumer warps has 128 registers a thread, wide heads
+/// take more, and before Hopper a thread has other values to keep.
+constexpr bool FEW_REGISTERS = WARPS > 7 || D > 128 || __CUDA_ARCH__ < 900;
 
 /// The middle of the range of a band's indices; of 8 bits that of codes, in halves of a scale.
 DEVICE float middle_of(int width) { return width == 8 ? 255.f : width ? float(1 << width) - 0.5f : 0.f; }
@@ -159,9 +162,10 @@ struct Steps {
     /// multiplier: of numbers of rows g and g + 8; count: of all makers.
     DEVICE void write(FrameTile& tile, const FrameRing& ring, const float (&multiplier)[2], int count, int maker, int g,
                       int c) const {
+#pragma unroll FEW_REGISTERS ? 1 : 2
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            for (int half = 0; half < 2; ++half) {
+            for (int i = 0; i < COUNT; ++i) {
                 if (i * MAKERS + maker >= count) continue;
                 const int row = g + 8 * half;
                 const u32* q = &ring.q[row][place[i]];  // and the pair after it
@@ -188,19 +192,24 @@ struct Steps {
 /// operand, queries the columns of the other, as 16 bytes of each lie.
 DEVICE void times_offsets(FrameTile& tile, const FrameRing& ring, const InverseBasis& inverse, float unit, int first,
                           int end, int half, int g, int c) {
-    float acc[4] = {};
+    constexpr int AT_ONCE = FEW_REGISTERS ? 1 : D / 32, CHAINS = FEW_REGISTERS ? 1 : 2;
+    float acc[CHAINS][4] = {};
     const int rows[2] = {first + g, first + g + 8};
-#pragma unroll 1
+#pragma unroll AT_ONCE
     for (int i = 0; i < D / 32; ++i) {
         uint4 w[2];
         for (int k = 0; k < 2; ++k)
             w[k] = rows[k] < end ? *reinterpret_cast<const uint4*>(&inverse.offsets[rows[k]][32 * i + 8 * c]) : uint4{};
         const uint4 b = *reinterpret_cast<const uint4*>(&ring.q[8 * half + g][16 * i + 4 * c]);
-        mma_f16(acc, w[0].x, w[1].x, w[0].z, w[1].z, b.x, b.y);
-        mma_f16(acc, w[0].y, w[1].y, w[0].w, w[1].w, b.z, b.w);
+        mma_f16(acc[0], w[0].x, w[1].x, w[0].z, w[1].z, b.x, b.y);
+        mma_f16(acc[CHAINS - 1], w[0].y, w[1].y, w[0].w, w[1].w, b.z, b.w);
     }
     for (int k = 0; k < 2; ++k)
-        for (int e = 0; e < 2 && rows[k] < end; ++e) tile.offsets[rows[k]][8 * half + 2 * c + e] = acc[2 * k + e] * unit;
+        for (int e = 0; e < 2 && rows[k] < end; ++e) {
+            float sum = acc[0][2 * k + e];
+            if (CHAINS == 2) sum += acc[CHAINS - 1][2 * k + e];
+            tile.offsets[rows[k]][8 * half + 2 * c + e] = sum * unit;
+        }
 }
 /// A maker's share of all of them; those of position 0 only where a tile has it.
 DEVICE void times_offsets(FrameTile& tile, const FrameRing& ring, const InverseBasis& inverse, float unit,

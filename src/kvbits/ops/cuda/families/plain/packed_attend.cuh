@@ -57,8 +57,7 @@ DEVICE int end_parts(const Args& a, const Part& part, Unit u, const Segment& s, 
     if (!V_TURNED && Walk::FOLDS) fold(walk.values.first);
     for (int e = 0; e < 2 && Walk::FOLDS; ++e) softmax.sum[0][e] += __shfl_xor_sync(ALL_LANES, softmax.sum[0][e], 2);
     if (RAW_JOINS && a.parts[s.part].raw) join_raw(a, u, s, walk, staged, see, softmax, ring, slots, merge, warp, lane);
-    constexpr bool may_leave =
-        OWN_START && ROUNDS_AT_ONCE >= ValueSide::ROUNDS && ValueSide::ROUNDS == ValueSide::FIRST_PLANE_ROUNDS;
+    constexpr bool may_leave = OWN_START && LEAVES_ALL<ValueSide>;
     const auto* bias_sum = ValueTraits::BIAS_SUMS ? walk.values.bias_sum : nullptr;
     const int thread = thread_again();
     if (may_leave && s.slot < 0 && s.next >= 0)
