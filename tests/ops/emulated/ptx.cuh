@@ -203,6 +203,13 @@ inline u32 high_mul(u32 a, u32 b) { return mul_f16x2(high_twice(a), b); }
 inline u32 high_fnma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b ^ 0x80008000u, c); }
 inline u32 low_fma(u32 a, u32 b, u32 c) { return fma_f16x2(low_twice(a), b, c); }
 inline u32 high_fma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b, c); }
+template <u32 TABLE>
+inline u32 bitwise(u32 a, u32 b, u32 c) {
+    u32 d = 0;
+    for (int i = 0; i < 8; ++i)
+        if (TABLE >> i & 1) d |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+    return d;
+}
 inline u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 inline u32 rotate_left(u32 w, u32 bits) { return bits & 31 ? w << (bits & 31) | w >> (32 - (bits & 31)) : w; }
 inline u32 permute_bytes(u32 a, u32 b, u32 selector) {

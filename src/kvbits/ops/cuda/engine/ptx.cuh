@@ -88,6 +88,13 @@ DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
     return d;
 }
+/// Any function of three bits, bit by bit: TABLE is what it gives for a = 0xf0, b = 0xcc, c = 0xaa.
+template <u32 TABLE>
+DEVICE u32 bitwise(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
+    return d;
+}
 DEVICE u32 rotate_left(u32 w, u32 bits) {
     u32 d;
     asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(d) : "r"(w), "r"(bits));

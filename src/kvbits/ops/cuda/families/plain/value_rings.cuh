@@ -46,14 +46,17 @@ struct ValueRing {
                 const u32 f = w[n] ^ two;
                 to[0] = select_bits(0x66666666u, f << 1, one), to[1] = select_bits(0xccccccccu, f, one >> 1);
             } else {             // bits of each number, at even bits; the highest is where the code has it
-                const u32 mirrored = ~(w[n] >> 1), lower = w[n] ^ two;
-                const u32 x = select_bits(0x55555555u, most_of(mirrored, ~lower, one), most_of(mirrored, lower, ~one) << 1),
-                          y = select_bits(0x55555555u, most_of(mirrored, lower, one), w[n]);
+                const u32 upper = w[n] >> 1, lower = w[n] ^ two;
+                const u32 x = select_bits(0x55555555u, most_of<0x0f, 0x33, 0xaa>(upper, lower, one),
+                                          most_of<0x0f, 0xcc, 0x55>(upper, lower, one) << 1),
+                          y = select_bits(0x55555555u, most_of<0x0f, 0xcc, 0xaa>(upper, lower, one), w[n]);
                 to[0] = select_bits(0x33333333u, x, y << 2), to[1] = select_bits(0x33333333u, x >> 2, y);
             }
         }
     }
-    static DEVICE u32 most_of(u32 a, u32 b, u32 c) { return a & b | c & (a | b); }
+    /// What most of three bits are: of each itself (0xf0, 0xcc, 0xaa) or its opposite.
+    template <u32 A, u32 B, u32 C>
+    static DEVICE u32 most_of(u32 a, u32 b, u32 c) { return bitwise<(A & B | C & (A | B)) & 0xff>(a, b, c); }
     /// Fields of every byte a place up, the last to the first.
     static DEVICE u32 turned(u32 w) {
         return BITS == 4 ? select_bits(0xf0f0f0f0u, w << 4, w >> 4) : select_bits(0xfcfcfcfcu, w << 2, w >> 6);
