@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import re
 import statistics
@@ -31,11 +32,13 @@ class Beside:
         speeds: of attention on a GPU; the size of a mark in the first chart.
         groups: charts of bars, [{title, unit, note, bars: [{label, value, kind}]}].
         marks: more marks of the first chart, as `_points` makes them.
+        picture: an SVG file's text with which the page opens; empty for none.
     """
 
     speeds: markdown.Speeds = field(default_factory=dict)
     groups: Sequence[Mapping[str, Any]] = ()
     marks: Sequence[Mapping[str, Any]] = ()
+    picture: str = ""
 
 
 NOTHING = Beside()
@@ -109,7 +112,8 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
         ' initial-scale=1">'
         f'<title>{title}</title><link rel="icon" href="data:,"><style>{asset("report.css")}</style></head><body>'
         f'<header><div><h1>{title}</h1><p class="soft">{html.escape(_lead(results))}</p></div>'
-        f'<button id="theme" type="button">light / dark</button></header><main>{"".join(sections)}</main>'
+        f'<button id="theme" type="button">light / dark</button></header>'
+        f"<main>{_opening(beside.picture)}{''.join(sections)}</main>"
         f"<footer>kvbits {__version__}. Charts: Chart.js (MIT). Blue is kvbits; orange (triangles) is what it is"
         " compared with: Transformers' caches, other "
         "libraries' kernels.</footer>"
@@ -221,6 +225,18 @@ def _lead(results: Results) -> str:
     return (
         f"{what}. Measured on {names}, on the same tokens, through the real packed cache. Weights:"
         f" {markdown.weights_note(models)}."
+    )
+
+
+def _opening(picture: str) -> str:
+    """Embed an SVG as an image, whose colours follow the page's theme."""
+    if not picture:
+        return ""
+    source = base64.b64encode(picture.encode()).decode()
+    title = re.search(r"<title[^>]*>(.*?)</title>", picture)
+    return (
+        f'<figure class="picture"><img alt="{title[1] if title else ""}" src="data:image/svg+xml;base64,{source}">'
+        "</figure>"
     )
 
 
