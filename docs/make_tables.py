@@ -69,11 +69,11 @@ SCHEMES, TABLE, MILLISECONDS, LENGTHS, CHAINS, NUMBERS = (
 SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 """Presets of `length_table`: lossless, then by bits."""
 TAKEN = {
-    "int8_centered": "always, as the first choice",
-    "kivi4": "8 bits do not fit, without a calibration",
+    "int8_centered": "always, at first",
+    "kivi4": "8 bits do not fit; no calibration",
     "klt4": "8 bits do not fit",
-    "klt3": "4 bits do not fit, and `kvbits check` passes",
-    "klt2": "3 bits do not fit, and `kvbits check` passes",
+    "klt3": "4 bits do not fit; check first",
+    "klt2": "3 bits do not fit; check first",
 }
 """Presets of `preset_table`, by bits, and when to take each."""
 HEADLINE = "klt4"
@@ -148,10 +148,8 @@ def numbers(benchmarks: Path) -> str:
         f"**{faster:.1f} times**{mark} the tokens a second",
         f"**{_kl(worst)}** nats of KL",
     )
-    return _between(
-        NUMBERS,
-        f"{' · '.join(parts)}\n(`{HEADLINE}` against 16 bits at {HELD_AT:,} tokens; [conditions](#which-preset))",
-    )
+    where = f"All three compare `{HEADLINE}` with 16 bits at {HELD_AT:,} tokens ([conditions](#which-preset))."
+    return _between(NUMBERS, f"{' · '.join(parts)}.\n{where}")
 
 
 def _held(name: str) -> float:
