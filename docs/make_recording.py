@@ -155,7 +155,7 @@ def svg(cast: str) -> str:
 
 
 def _line(text: str, row: int) -> str:
-    """A line of text, as wide as its cells in any font."""
+    """Draw a line of text, as wide as its cells in any font."""
     if not text:
         return ""
     name = ' class="prompt"' if text.startswith("$ ") else ""

@@ -134,7 +134,7 @@ EARLIER = "†"
 
 
 def numbers(benchmarks: Path) -> str:
-    """The README's three numbers for `HEADLINE` against 16 bits at `HELD_AT` tokens: tokens in the same memory by
+    """Write the README's three numbers for `HEADLINE` against 16 bits at `HELD_AT` tokens: tokens in the same memory by
     arithmetic, vLLM's tokens a second at the largest batches of one H200, and KL on the worst model; between its
     markers.
     """
@@ -153,7 +153,7 @@ def numbers(benchmarks: Path) -> str:
 
 
 def _held(name: str) -> float:
-    """Bits that one number of a preset takes at `HELD_AT` tokens in heads of `HEAD_DIM` channels."""
+    """Return the bits that one number of a preset takes at `HELD_AT` tokens in heads of `HEAD_DIM` channels."""
     spec = CacheSpec(
         scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),)
     )
@@ -161,7 +161,7 @@ def _held(name: str) -> float:
 
 
 def preset_table(benchmarks: Path) -> str:
-    """The README's table: which preset to take and when, its bits, its KL on the worst model and its speed on a GPU;
+    """Write the README's table: which preset to take and when, its bits, its KL on the worst model and its speed on a GPU;
     below it the conditions, between its markers.
 
     Args:
@@ -258,7 +258,7 @@ def _finest(models: Iterable[Model]) -> list[Model]:
 
 
 def _by_model(scheme: str, models: Iterable[Model]) -> dict[str, tuple[Model, Cell]]:
-    """A scheme's results by the model's name, in the dtype of least rounding noise. Results in an earlier format count
+    """Return a scheme's results by the model's name, in the dtype of least rounding noise. Results in an earlier format count
     only where there are no others.
 
     Args:
@@ -272,7 +272,7 @@ def _by_model(scheme: str, models: Iterable[Model]) -> dict[str, tuple[Model, Ce
 
 
 def _worst(found: dict[str, tuple[Model, Cell]]) -> Cell:
-    """Of what `_by_model` found, the result with the largest KL."""
+    """Return the result with the largest KL of those that `_by_model` found."""
     return max((c for _, c in found.values()), key=lambda c: c.summary["kl_mean"])
 
 

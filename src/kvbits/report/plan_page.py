@@ -159,7 +159,7 @@ CHARTED = ("int8_centered", "kivi4", "klt4", "klt3", "klt2")
 
 
 def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 32) -> str:
-    """The calculator as HTML, its data and script included; the first model is shown.
+    """Return the calculator as HTML, its data and script included; the first model is shown.
 
     Args:
         context, gpus, batch: where the sliders begin; their ends are 128 and 1M tokens, 1 and 256 users.
@@ -189,7 +189,7 @@ def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 
 
 
 def _accuracy() -> str:
-    """The table of the worst KL of presets."""
+    """Return the table of presets and their worst KL as HTML."""
     measured = json.loads(asset("measured.json"))["loss"]
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{x['kl']}</td><td>{html.escape(x['model'])}</td><td>{x['models']}</td></tr>"
@@ -206,7 +206,7 @@ def _accuracy() -> str:
 
 
 def _sources() -> str:
-    """The list of what each number comes from."""
+    """Return the list of where each number comes from as HTML."""
     measured = json.loads(asset("measured.json"))
     found = (
         ("Users, contexts and memory", 'are arithmetic: <code id="plan-command"></code> prints them.'),
@@ -238,7 +238,7 @@ def _measured_card(models: Models) -> str:
 
 
 def page(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 32) -> str:
-    """The page as HTML text; see `section`."""
+    """Return the page as HTML text; see `section`."""
     title = "kvbits plan: how many users fit"
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
