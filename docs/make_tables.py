@@ -161,8 +161,8 @@ def _held(name: str) -> float:
 
 
 def preset_table(benchmarks: Path) -> str:
-    """Write the README's table: which preset to take and when, its bits, its KL on the worst model and its speed on a GPU;
-    below it the conditions, between its markers.
+    """Write the README's table: which preset to take and when, its bits, its KL on the worst model and its speed on a
+    GPU; below it the conditions, between its markers.
 
     Args:
         benchmarks: the folder benchmarks/results; a cell of what is not there has `UNMEASURED`.
@@ -258,8 +258,8 @@ def _finest(models: Iterable[Model]) -> list[Model]:
 
 
 def _by_model(scheme: str, models: Iterable[Model]) -> dict[str, tuple[Model, Cell]]:
-    """Return a scheme's results by the model's name, in the dtype of least rounding noise. Results in an earlier format count
-    only where there are no others.
+    """Return a scheme's results by the model's name, in the dtype of least rounding noise. Results in an earlier format
+    count only where there are no others.
 
     Args:
         models: see `_models_in`.
