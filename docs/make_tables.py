@@ -1,16 +1,15 @@
 """Writes the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from
 benchmarks/results: `python docs/make_tables.py`. A test compares.
 
-README has `preset_table` and `milliseconds_table`, docs/guide/choose.md `short_table`, docs/results/evaluation.md
-`scheme_table`, `length_table` and `chains_table`; benchmarks/tables_gpu.py has the tables of one GPU, which are
-written, too.
+README has `numbers` and `preset_table`, docs/guide/transformers.md `milliseconds_table`, docs/guide/choose.md
+`short_table`, docs/results/evaluation.md `scheme_table`, `length_table` and `chains_table`. benchmarks/tables_gpu.py
+writes the tables of one GPU.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,7 @@ from run_files import outdated, read  # noqa: E402
 from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
 
 from kvbits import planner, schemes  # noqa: E402
-from kvbits.errors import SpecError  # noqa: E402
-from kvbits.evaluate import MAX_KL, MAX_PPL_CHANGE  # noqa: E402
+from kvbits.errors import SpecError, counted  # noqa: E402
 from kvbits.evaluate.fidelity import DECODING_CHUNK, DRIFT_FROM, read_raw  # noqa: E402
 from kvbits.evaluate.paired import points  # noqa: E402
 from kvbits.evaluate.results import read as read_result  # noqa: E402
@@ -44,7 +42,6 @@ from kvbits.report.markdown import (  # noqa: E402
     runs_note,
     scheme_rows,
     table,
-    unfit,
 )
 from kvbits.report.page import Beside, page  # noqa: E402
 from kvbits.runs import dated  # noqa: E402
@@ -52,20 +49,35 @@ from kvbits.schemes import GROUPS  # noqa: E402
 from kvbits.spec import CacheSpec, LayerGeometry  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "results" / "figures" / "kl_over_bits.svg"
+"""Picture that README and the report open with (`docs/make_picture.py`)."""
 FIGURES = "src/kvbits/report/assets/measured.json"
 """What the package knows of what was measured."""
 SHORT_SEQUENCES = "short-sequences"
 """Name of the place for `short_table`."""
-SCHEMES, TABLE, MILLISECONDS, LENGTHS, CHAINS = (
+SCHEMES, TABLE, MILLISECONDS, LENGTHS, CHAINS, NUMBERS = (
     "scheme-table",
     "preset-table",
     "milliseconds-table",
     "length-table",
     "chains-table",
+    "numbers",
 )
-"""Names of the places for `scheme_table`, `preset_table`, `milliseconds_table`, `length_table` and `chains_table`."""
+"""Names of the places for `scheme_table`, `preset_table`, `milliseconds_table`, `length_table`, `chains_table` and
+`numbers`.
+"""
 SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
-"""Presets of `preset_table`: lossless, then by bits."""
+"""Presets of `length_table`: lossless, then by bits."""
+TAKEN = {
+    "int8_centered": "always, at first",
+    "kivi4": "8 bits do not fit; no calibration",
+    "klt4": "8 bits do not fit",
+    "klt3": "4 bits do not fit; check first",
+    "klt2": "3 bits do not fit; check first",
+}
+"""Presets of `preset_table`, by bits, and when to take each."""
+HEADLINE = "klt4"
+"""Preset of `numbers`."""
 HELD_AT = 8192
 """Tokens at which `preset_table` states the bits that a cache holds: first and newest tokens in 16 bits among them."""
 HEAD_DIM = 128
@@ -114,119 +126,122 @@ def milliseconds_table(benchmarks: Path) -> str:
 
 SHORT, LONG, LONGEST = "eval-1024", "eval-8192", "eval-32768"
 """Folders beside the results, of `kvbits eval --tasks fidelity --length 1024` and `--length 8192`, in chunks of 16."""
+AT_LENGTH = (LONG, f"{LONG}-second")
+"""Folders of windows of 8,192 tokens; the second has `klt` presets in their second edition."""
 UNMEASURED = "not measured"
 EARLIER = "†"
 """Mark of a cell of `preset_table` that was measured in a format which the preset has no more."""
-NOTE_WIDTH = 180
-"""Characters of a line of notes under the README's tables."""
 
 
-def preset_table(results: Results, benchmarks: Path) -> str:
-    """The README's table: what a preset keeps, costs and asks for, the lossless one first, and under it what was
-    measured when; between its markers.
-
-    Raises:
-        SpecError: one of `SHOWN` was not measured on every model.
+def numbers(benchmarks: Path) -> str:
+    """Write the README's three numbers for `HEADLINE` against 16 bits at `HELD_AT` tokens: tokens in the same memory by
+    arithmetic, vLLM's tokens a second at the largest batches of one H200, and KL on the worst model; between its
+    markers.
     """
-    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    at_short, at_length = _models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)
-    count = len({m.name for m in [*at_short, *models.values()]})
-    gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], cpu_speeds(results, benchmarks)
-    columns = [
-        "preset",
-        f"bits held at {HELD_AT:,} tokens",
-        "worst KL at 1,024",
-        f"worst KL at {HELD_AT:,}",
-        "GPU, worst to best",
-        f"CPU{cpu.instructions}",
-        "vLLM",
-    ]
-    rows = []
-    made: dict[str, list[dict[str, Any]]] = {}  # column -> runs
-    for name in SHOWN:
-        if missing := [m.title for m in models.values() if name not in measured(m)]:
-            raise SpecError(
-                f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first"
-            )
-        spec = CacheSpec(
-            scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),)
-        )
-        held = 16 * spec.nbytes(HELD_AT) / spec.raw_nbytes(HELD_AT)
-        short, of_short = _worst_kl(name, at_short or list(models.values()), count)
-        long, of_long = _worst_kl(name, at_length, count)
+    data = read(benchmarks / "nvidia-h200" / "serve_vllm.json")
+    row = tables_gpu.against_bf16(data)["decode", False, "largest"][f"kvbits_{HEADLINE}"]
+    faster = row["tokens_per_s"] / row["base"]["tokens_per_s"]
+    mark = EARLIER * outdated(row["kv_cache_dtype"], data["runs"][row["run"]])
+    worst = _worst(_by_model(HEADLINE, _models_in(benchmarks, *AT_LENGTH)))
+    parts = (
+        f"**{16 / _held(HEADLINE):.1f} times** the tokens in the same memory",
+        f"**{faster:.1f} times**{mark} the tokens a second",
+        f"**{_kl(worst)}** nats of KL",
+    )
+    where = f"All three compare `{HEADLINE}` with 16 bits at {HELD_AT:,} tokens ([conditions](#which-preset))."
+    return _between(NUMBERS, f"{' · '.join(parts)}.\n{where}")
+
+
+def _held(name: str) -> float:
+    """Return the bits that one number of a preset takes at `HELD_AT` tokens in heads of `HEAD_DIM` channels."""
+    spec = CacheSpec(
+        scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),)
+    )
+    return 16 * spec.nbytes(HELD_AT) / spec.raw_nbytes(HELD_AT)
+
+
+def preset_table(benchmarks: Path) -> str:
+    """Write the README's table: which preset to take and when, its bits, its KL on the worst model and its speed on a
+    GPU; below it the conditions, between its markers.
+
+    Args:
+        benchmarks: the folder benchmarks/results; a cell of what is not there has `UNMEASURED`.
+    """
+    at_length = _models_in(benchmarks, *AT_LENGTH)
+    gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], _cpu_benchmark(benchmarks)
+    rows, made, judged, timed = [], [], {}, []
+    for name, when in TAKEN.items():
+        found = judged[name] = _by_model(name, at_length)
         speeds = list(gpu.get(name, {}).values())
+        timed += speeds
         ratios = [r["speedup_real_cache"] for r in speeds]
-        on_gpu = f"{min(ratios):.2f}-{max(ratios):.2f}x" if ratios else UNMEASURED
-        on_gpu += EARLIER * any(outdated(name, known[r["run"]]) for r in speeds)
-        of_cpu = cpu.runs.get(name, [])
-        on_cpu = cpu.cells.get(name, UNMEASURED) + EARLIER * any(outdated(name, run) for run in of_cpu)
-        made.setdefault(columns[2], []).extend(of_short)
-        made.setdefault(columns[3], []).extend(of_long)
-        made.setdefault("GPU", []).extend(known[r["run"]] for r in speeds)
-        made.setdefault("CPU", []).extend(of_cpu)
+        made += [known[r["run"]] for r in speeds] + [run for _, c in found.values() for run in c.runs.values()]
+        faster = f"{min(ratios):.1f}-{max(ratios):.1f}x" if ratios else UNMEASURED
         rows.append(
             [
                 f"`{name}`",
-                f"{held:.2f}",
-                short,
-                long,
-                on_gpu,
-                on_cpu,
-                "yes" if f"kvbits_{name}" in FORMATS else "no",
+                when,
+                f"{_held(name):.1f}",
+                _kl(_worst(found)) if found else UNMEASURED,
+                faster + EARLIER * any(outdated(name, known[r["run"]]) for r in speeds),
             ]
         )
-    rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
     notes = [
-        *_unfit_at({"1,024": at_short or list(models.values()), f"{HELD_AT:,}": at_length}),
-        *([f"GPU: over {rivals}."] if rivals else []),
-        *([cpu.note] if cpu.note else []),
-        *(
-            [f"{EARLIER}: in an earlier format, which stored otherwise than the preset of that name does today."]
-            if any(EARLIER in cell for row in rows for cell in row)
-            else []
-        ),
-        "Runs: "
-        + "; ".join(f"{column.removeprefix('worst ')} {dated(some)}" for column, some in made.items() if some)
-        + ".",
+        f"**Bits** are what one number takes at {HELD_AT:,} tokens in heads of {HEAD_DIM} channels. They count scales"
+        " and the newest tokens, which stay in 16 bits.",
+        "**Worst KL** is how far predictions lie from the 16-bit cache's, in nats, on the worst model."
+        f" {_judged(judged)} [Each model](docs/results/evaluation.md) has its own figures.",
     ]
-    return _between(
-        TABLE,
-        "\n\n".join(
-            [
-                table(columns, rows),
-                textwrap.fill(" ".join(notes), NOTE_WIDTH, break_long_words=False, break_on_hyphens=False),
-            ]
-        ),
+    if timed:
+        rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in timed))
+        shapes = len({r["shape"] for r in timed})
+        notes.append(
+            f"**Speed** is that of attention for one new token over the fastest 16-bit kernel ({rivals}): the worst and"
+            f" the best of {shapes} shapes on an H200."
+        )
+    if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
+        mark = EARLIER * any(outdated(name, run) for name in TAKEN for run in cpu.runs.get(name, []))
+        notes.append(
+            f"On one thread of a CPU{cpu.instructions}, Transformers generates {min(ratios):.2f} to"
+            f" {max(ratios):.2f}{mark} times as many tokens a second as with its own cache."
+        )
+        made += [run for name in TAKEN for run in cpu.runs.get(name, [])]
+    if any(EARLIER in part for row in [*rows, notes] for part in row):
+        notes.append(f"**{EARLIER}** marks a figure that an earlier format of the preset gave.")
+    notes.append(f"Runs: {dated(made)}.")
+    columns = ["take", "when", "bits", "worst KL", "speed"]
+    return _between(TABLE, "\n\n".join([table(columns, rows, left=2), "\n".join(f"- {n}" for n in notes)]))
+
+
+def _judged(found: dict[str, dict[str, tuple[Model, Cell]]]) -> str:
+    """Say how many models each preset's KL was measured on, and in which dtypes.
+
+    Args:
+        found: preset -> what `_by_model` found.
+    """
+    groups: dict[tuple[int, str], list[str]] = {}
+    for name, by_model in found.items():
+        dtypes = dict.fromkeys(m.facts["dtype"] for m, _ in by_model.values())
+        groups.setdefault((len(by_model), " or ".join(sorted(dtypes))), []).append(f"`{name}`")
+    return " ".join(
+        f"{_listed(names)} ran on {counted(count, 'model')} in {dtypes}"
+        f"{', whose rounding adds to KL' * ('bfloat16' in dtypes)}."
+        for (count, dtypes), names in groups.items()
+        if count
     )
 
 
-def _unfit_at(of_length: dict[str, list[Model]]) -> list[str]:
-    """Which of `SHOWN` are unfit for which models, in windows of how many tokens.
-
-    Args:
-        of_length: tokens of a window -> models.
-    """
-    where: dict[str, dict[str, list[str]]] = {}
-    for length, models in of_length.items():
-        for name, some in unfit(models).items():
-            for model in dict.fromkeys(m.name for m in some if name in SHOWN):
-                where.setdefault(name, {}).setdefault(model, []).append(length)
-    lengths = [length for length, models in of_length.items() if models]
-    found = {
-        name: ", ".join(m if at == lengths else f"{m} ({' and '.join(at)} only)" for m, at in of_models.items())
-        for name, of_models in where.items()
-    }
-    listed = "; ".join(f"`{name}` for {models}" for name, models in found.items())
-    limits = f"perplexity more than {MAX_PPL_CHANGE:.0%} up, or KL above {MAX_KL} nats"
-    return [f"Unfit at {' and '.join(lengths)} tokens ({limits}): {listed}."] if listed else []
+def _listed(names: list[str]) -> str:
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
-def _models_in(benchmarks: Path, name: str) -> list[Model]:
-    """Models of the folder of that name beside the results, and of those below a GPU's, each in every dtype, the one of
-    least rounding noise first.
+def _models_in(benchmarks: Path, *names: str) -> list[Model]:
+    """Models of the folders of these names beside the results, and of those below a GPU's, each in every dtype, the one
+    of least rounding noise first.
     """
     folders = [
         folder
+        for name in names
         for folder in sorted([*benchmarks.glob(name), *benchmarks.glob(f"*/{name}")])
         if any(folder.glob("*/*/*.json"))
     ]
@@ -242,21 +257,27 @@ def _finest(models: Iterable[Model]) -> list[Model]:
     return list(found.values())
 
 
-def _worst_kl(scheme: str, models: list[Model], count: int) -> tuple[str, list[dict[str, Any]]]:
-    """A cell: the largest KL over models and whose it is, with how many were measured where not all were; and the run
-    it is of. Results in an earlier format count where there are no others, and the cell says so.
+def _by_model(scheme: str, models: Iterable[Model]) -> dict[str, tuple[Model, Cell]]:
+    """Return a scheme's results by the model's name, in the dtype of least rounding noise. Results in an earlier format
+    count only where there are no others.
 
     Args:
-        models: see `_finest`.
-        count: how many models there are.
+        models: see `_models_in`.
     """
-    every = [(m.name, measured(m)[scheme]) for m in _finest(m for m in models if scheme in measured(m))]
-    there = [(name, c) for name, c in every if not c.outdated] or every
-    if not there:
-        return UNMEASURED, []
-    name, worst = max(there, key=lambda pair: pair[1].summary["kl_mean"])
-    some = "" if len(there) == count else f", {len(there)} of {count} models"
-    return f"{worst.summary['kl_mean']:.4f}{EARLIER * worst.outdated} ({name}{some})", [worst.run]
+    every = [(m, measured(m)[scheme]) for m in models if scheme in measured(m)]
+    found: dict[str, tuple[Model, Cell]] = {}
+    for m, c in [x for x in every if not x[1].outdated] or every:
+        found.setdefault(m.name, (m, c))
+    return found
+
+
+def _worst(found: dict[str, tuple[Model, Cell]]) -> Cell:
+    """Return the result with the largest KL of those that `_by_model` found."""
+    return max((c for _, c in found.values()), key=lambda c: c.summary["kl_mean"])
+
+
+def _kl(cell: Cell) -> str:
+    return f"{cell.summary['kl_mean']:.4f}{EARLIER * cell.outdated}"
 
 
 @dataclass(frozen=True)
@@ -308,56 +329,6 @@ def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
     )
     cells = {name: f"{r['ratio_vs_best_16bit']:.2f}x" for name, r in best.items()}
     return CpuSpeeds(cells, {name: [run] for name in best}, f", {words}", note)
-
-
-def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
-    """The newest timing of single tokens on a CPU: of bench_generate_cpu.py where it took several dtypes in turn; else
-    of `results`, and of folders `decode*` beside them that `kvbits eval --tasks decode` wrote, in as many dtypes as
-    were measured on one machine at one context.
-    """
-    if (benchmark := _cpu_benchmark(benchmarks)) is not None:
-        return benchmark
-    everything = [
-        results,
-        *(
-            collect(folder)
-            for folder in sorted([*benchmarks.glob("decode*"), *benchmarks.glob("cpu/decode*")])
-            if any(folder.glob("*/*/*.json"))
-        ),
-    ]
-    groups: dict[tuple[Any, ...], list[tuple[Model, Cell]]] = {}
-    for m in (m for some in everything for m in decoded(some)):
-        for cell in (c for c in m.tasks["decode"].values() if c.summary.get("tokens_per_s")):
-            isa = (cell.run["host"] or {}).get("isa")
-            groups.setdefault(
-                (m.name, cell.run["device"], isa, cell.run["threads"], cell.settings["context"]), []
-            ).append((m, cell))
-    based = {at: cells for at, cells in groups.items() if any(c.kind == "base" for _, c in cells)}
-    if not based:
-        return CpuSpeeds({}, {})
-    at = max(based, key=lambda key: max(c.run["utc"] for _, c in based[key]))
-    name, device, isa, threads, context = at
-    best: dict[str, tuple[float, str, dict[str, Any]]] = {}
-    for m, c in based[at]:
-        found = (c.summary["tokens_per_s"], m.facts["dtype"], c.run)
-        scheme = "base" if c.kind == "base" else c.scheme
-        best[scheme] = max(best.get(scheme, found), found, key=lambda x: x[0])
-    stock, dtype, run = best.pop("base")
-    dtypes = sorted({m.facts["dtype"] for m, _ in based[at]})
-    only = (
-        f" (measured in {dtypes[0]} alone)" if len(dtypes) == 1 else f", each in the faster of {' and '.join(dtypes)}"
-    )
-    words = f", {_ISA[isa]}" if isa in _ISA else ""
-    note = (
-        f"CPU: tokens a second of {name} after {context:,} tokens over the stock cache's{only}; {threads}"
-        f" thread{'' if threads == 1 else 's'} of {device}{words}; the stock cache has {stock:.1f} tokens/s in {dtype}."
-    )
-    return CpuSpeeds(
-        {n: f"{speed / stock:.2f}x" for n, (speed, *_) in best.items()},
-        {n: [run, own] for n, (_, _, own) in best.items()},
-        words,
-        note,
-    )
 
 
 def short_table() -> str:
@@ -734,40 +705,57 @@ def beside(results: Results, benchmarks: Path) -> Beside:
         results: of `page_results`.
     """
     chosen = recommended(results.of_today())
-    return Beside(gpu_speeds(benchmarks), [*kernel_groups(benchmarks, chosen), *cpu_groups(benchmarks, chosen)])
+    groups = [*kernel_groups(benchmarks, chosen), *cpu_groups(benchmarks, chosen)]
+    return Beside(gpu_speeds(benchmarks), groups, picture=PICTURE.read_text(encoding="utf-8"))
 
 
 def calculator_figures(benchmarks: Path) -> str:
-    """What the calculator shows beside its arithmetic, as JSON: the worst KL of presets at `HELD_AT` tokens, and tokens
-    a second of one GPU, 16 bits and presets in a CUDA graph alike. What was measured in an earlier format is left out.
+    """Write what the calculator shows beside its arithmetic, as JSON: the worst KL of presets at `HELD_AT` tokens,
+    tokens a second of one GPU, 16 bits and presets in a CUDA graph alike, and where both come from. What was measured
+    in an earlier format is left out.
     """
-    models = _models_in(benchmarks, LONG)
-    count = len({m.name for m in _models_in(benchmarks, SHORT)})
-    cells = {name: _worst_kl(name, models, count)[0] for name in schemes.CORE}
-    loss = {name: cell for name, cell in cells.items() if cell != UNMEASURED and EARLIER not in cell}
+    models = _models_in(benchmarks, *AT_LENGTH)
+    loss: dict[str, dict[str, Any]] = {}
+    judged: list[dict[str, Any]] = []
+    for name in schemes.CORE:
+        by_model = {of: (m, c) for of, (m, c) in _by_model(name, models).items() if not c.outdated}
+        if by_model:
+            worst = _worst(by_model)
+            (of,) = (model for model, (_, c) in by_model.items() if c is worst)
+            loss[name] = {"kl": _kl(worst), "model": of, "models": len(by_model)}
+            judged += [run for _, c in by_model.values() for run in c.runs.values()]
     speed: dict[str, str] = {}
+    took: list[dict[str, Any]] = []
     timed = read(benchmarks / "nvidia-h200" / "generate.json")
     for (batch, context), rows in graphed(timed).items():
         for (scheme, mode), row in rows.items():
-            name = (
+            cache = (
                 "bf16"
                 if (scheme, mode) == ("fa3", "graph")
                 else scheme
                 if mode == "graph" and scheme in schemes.CORE
                 else None
             )
-            new = not outdated(scheme, timed["runs"][row["run"]])
-            if new and name is not None and (batch, context) in TOKEN_SHAPES:
-                found = f"{1000 * batch / row['ms_per_token']:,.0f} ({batch} x {context:,})"
-                speed[name] = f"{speed[name]}, {found}" if name in speed else found
-    return json.dumps({"loss": loss, "speed": {"Llama-3.1-8B": {"H200": speed}}}, indent=1) + "\n"
+            run = timed["runs"][row["run"]]
+            if not outdated(scheme, run) and cache is not None and (batch, context) in TOKEN_SHAPES:
+                cell = f"{1000 * batch / row['ms_per_token']:,.0f} ({batch} x {context:,})"
+                speed[cache] = f"{speed[cache]}, {cell}" if cache in speed else cell
+                took.append(run)
+    figures = {
+        "loss": loss,
+        "loss_from": f"kvbits eval MODEL --tasks fidelity --length {HELD_AT}; runs {dated(judged)}",
+        "speed": {"Llama-3.1-8B": {"H200": speed}},
+        "speed_from": f"python benchmarks/bench_generate_gpu.py; runs {dated(took)}",
+    }
+    return json.dumps(figures, indent=1) + "\n"
 
 
 def write(root: Path, benchmarks: Path) -> list[Path]:
     """Every generated part below `root`, and the files that have one."""
     results = collect(benchmarks / "eval")
     parts = {
-        "README.md": (preset_table(results, benchmarks), milliseconds_table(benchmarks)),
+        "README.md": (numbers(benchmarks), preset_table(benchmarks)),
+        "docs/guide/transformers.md": (milliseconds_table(benchmarks),),
         "docs/results/evaluation.md": (
             scheme_table(results, benchmarks),
             length_table(benchmarks),

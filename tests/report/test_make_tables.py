@@ -67,14 +67,16 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
 @pytest.mark.parametrize(
     ("file", "made"),
     [
-        ("README.md", lambda: tables.preset_table(collect(RESULTS), BENCHMARKS)),
-        ("README.md", lambda: tables.milliseconds_table(BENCHMARKS)),
+        ("README.md", lambda: tables.numbers(BENCHMARKS)),
+        ("README.md", lambda: tables.preset_table(BENCHMARKS)),
+        ("docs/guide/transformers.md", lambda: tables.milliseconds_table(BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.scheme_table(collect(RESULTS), BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.length_table(BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.chains_table(BENCHMARKS)),
         *(("docs/results/points.md", lambda i=i: tables.points_tables(BENCHMARKS)[i]) for i in range(6)),
     ],
     ids=[
+        "numbers",
         "presets",
         "milliseconds",
         "schemes",
@@ -98,12 +100,10 @@ def test_the_committed_calculator_is_what_the_command_writes():
     assert (ROOT / "docs" / "plan.html").read_text() == plan_page.page(plan_page.known()), RUN
 
 
-def test_a_preset_that_is_unfit_at_either_length_is_named():
-    text = " ".join(tables.preset_table(collect(RESULTS), BENCHMARKS).split())
-    assert (
-        "Unfit at 1,024 and 8,192 tokens (perplexity" in text
-        and "`klt2` for smollm2-135m-instruct, gemma3-270m (8,192 only); `int4` for" in text
-    )
+def rows_of(text):
+    """Rows of a table's body by their first cell without backticks."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return {cells[0].strip("`"): [c.strip() for c in cells[1:]] for cells in lines}
 
 
 def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder, monkeypatch, tmp_path):
@@ -114,48 +114,25 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
     new = [{"run": "r2", "scheme": "kivi4", "shape": "a", "speedup_real_cache": 1.2, "best_16_bit": "fa3"}]
     (tmp_path / "nvidia-x").mkdir()
     (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps({"runs": two_runs(), "rows": [*new, *old]}))
-    monkeypatch.setattr(tables, "SHOWN", ("raw", "kivi4"))
-    results = collect(folder)
-    for name in ("tiny", "tiny-float32"):
-        cells, stock = results.models[name].tasks["fidelity"], 10.0 if name == "tiny" else 4.0
-        base = next(c for c in cells.values() if c.kind == "base")
-        # the stock cache is faster in bfloat16, kivi4 in float32
-        speeds = ((base, stock), (cells["kivi4"], 20.0 if name == "tiny" else 30.0))
-        timed = {
-            c.scheme: dataclasses.replace(c, summary={"tokens_per_s": x}, settings={"context": 99}, runs=made_on("AMD"))
-            for c, x in speeds
-        }
-        results.models[name].tasks["decode"] = timed
-    _, columns, _, raw, kivi, _, *lines, _ = tables.preset_table(results, tmp_path).splitlines()
-    assert max(map(len, lines)) <= tables.NOTE_WIDTH
-    notes = " ".join(lines)
-    assert (
-        columns
-        == "| preset | bits held at 8,192 tokens | worst KL at 1,024 | worst KL at 8,192 | GPU, worst to best | CPU |"
-        " vLLM |"
-    )
-    summary = results.models["tiny"].tasks["fidelity"]["kivi4"].summary
-    spec = CacheSpec(scheme=schemes.get("kivi4"), layers=(LayerGeometry(num_kv_heads=1, head_dim=128),))
-    assert raw.startswith("| `raw` | 16.00 |") and raw.endswith("| not measured | not measured | not measured | no |")
-    held = f"{spec.nbytes(8192) * 8 / (8192 * 256):.2f}"
-    assert kivi.split(" | ")[1:] == [
-        held,
-        f"{summary['kl_mean']:.4f} (tiny)",
-        "not measured",
-        "1.20-2.00x",
-        "3.00x",
-        "no |",
-    ]
-    assert (
-        "GPU: over fa3, cudnn." in notes
-        and "each in the faster of bfloat16 and float32; 1 thread of AMD; the stock cache has 10.0 tokens/s in bfloat16."
-        in notes
-    )
-    assert (
-        "GPU of 2027-01-01, 0123abc; of 2027-01-02, 0123abc; CPU of 2027-01-02, 0123abc." in notes
-        and "KL at 8,192" not in notes
-    )
-    shutil.copytree(folder / "tiny", tmp_path / tables.LONG / "tiny")
+    monkeypatch.setattr(tables, "TAKEN", {"kivi4": "now", "int4": "then"})
+    held = {
+        name: 8
+        * CacheSpec(scheme=schemes.get(name), layers=(LayerGeometry(num_kv_heads=1, head_dim=128),)).nbytes(8192)
+        for name in ("kivi4", "int4")
+    }
+    bits = {name: f"{n / (2 * 8192 * 128):.1f}" for name, n in held.items()}
+    text = tables.preset_table(tmp_path)
+    assert rows_of(text) == {
+        "kivi4": ["now", bits["kivi4"], "not measured", "1.2-2.0x"],
+        "int4": ["then", bits["int4"], "not measured", "not measured"],
+    }
+    assert "(fa3, cudnn)" in text and "2 shapes" in text and "CPU" not in text
+    for name, model in (("eval-8192", "tiny-float32"), ("eval-8192-second", "tiny")):
+        shutil.copytree(folder / model, tmp_path / name / model)
+    text = tables.preset_table(tmp_path)
+    cell = collect(folder).models["tiny-float32"].tasks["fidelity"]["kivi4"]
+    assert rows_of(text)["kivi4"][2] == f"{cell.summary['kl_mean']:.4f}", "the dtype of least noise of one model"
+    assert "1 model in float32." in text and "bfloat16" not in text
     host = {"cpu": "EPYC", "cores": 2, "isa": "avx2", "bfloat16": False, "gpu": False}
     at = {"run": "r2", "model": "m", "context": 2048, "best_16_bit_dtype": "float32"}
     timed = (
@@ -163,28 +140,39 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
         ("16-bit", "bfloat16", 5.0, 0.5),
         ("kivi4", "float32", 11.0, 1.1),
         ("kivi4", "bfloat16", 12.0, 1.2),
+        ("int4", "float32", 13.0, 1.3),
+        ("int8", "float32", 19.0, 1.9),
     )
     turns = [at | {"cache": n, "dtype": d, "tokens_per_s": x, "ratio_vs_best_16bit": y} for n, d, x, y in timed]
     (tmp_path / "cpu").mkdir()
     made = {"r2": two_runs()["r2"] | {"host": host, "facts": {"threads": 1}}}
     (tmp_path / "cpu" / "generate.json").write_text(json.dumps({"runs": made, "rows": turns}))
-    text = tables.preset_table(results, tmp_path)
-    assert (
-        "| CPU, AVX2 |" in text
-        and "| 1.20x |" in text
-        and "1 thread of EPYC, AVX2; stock: 10.0 tokens/s in float32." in text
+    assert "AVX2, Transformers generates 1.20 to 1.30 times" in tables.preset_table(tmp_path), (
+        "each in its faster dtype"
     )
-    assert f"{summary['kl_mean']:.4f} (tiny) | {summary['kl_mean']:.4f} (tiny) |" in tables.preset_table(
-        results, tmp_path
-    )
-    shutil.copytree(folder / "tiny", tmp_path / tables.SHORT / "tiny")
-    (tmp_path / tables.SHORT / "tiny" / "fidelity" / "raw.json").unlink()
-    assert "| `raw` | 16.00 | not measured |" in tables.preset_table(results, tmp_path), (
-        "no figure of other chunks beside those of chunks of 16"
-    )
-    monkeypatch.setattr(tables, "SHOWN", ("nuq4",))
-    with pytest.raises(SpecError, match="nuq4 was not measured on tiny"):
-        tables.preset_table(results, tmp_path)
+
+
+def test_the_readme_s_numbers_are_those_of_its_table_and_of_vllm():
+    """The first screen repeats no figure by hand: KL and bits are its table's, the speed that of vLLM's largest
+    batches.
+    """
+    text = (ROOT / "README.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("**") and "·" in line)
+    smaller, faster, kl = (float(x) for x in re.findall(r"\*\*([\d.]+)[ \w]*\*\*", line))
+    row = rows_of(text)[tables.HEADLINE]
+    assert kl == float(row[2].strip(tables.EARLIER)) and smaller == pytest.approx(16 / float(row[1]), abs=0.1)
+    vllm = rows_of((ROOT / "docs" / "guide" / "vllm.md").read_text().split("gpu:beside_fp8")[1])
+    assert faster == pytest.approx(float(vllm[f"kvbits_{tables.HEADLINE}"][2].strip("x")), abs=0.05)
+
+
+def test_the_readme_s_first_screen_is_short():
+    """The first command comes at once, and the table has few and short cells."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert lines.index("```") + 2 <= 12
+    first = lines.index(next(line for line in lines if line.startswith("<!-- preset-table")))
+    rows = [line for line in lines[first:] if line.startswith("|")][:7]
+    assert all(line.count("|") - 1 <= 5 for line in rows) and len(rows_of("\n".join(rows))) <= 5
+    assert "kl_over_bits.svg" in "\n".join(lines[:12])
 
 
 def test_the_table_of_lengths_has_the_worst_token_and_what_was_read_raw_beside_each_mean(folder, monkeypatch, tmp_path):
@@ -366,29 +354,22 @@ def test_the_committed_page_has_today_s_formats_on_the_readme_s_baseline():
     marks = {p["name"]: p for p in data["answer"]}
     of_today = {n for m in results.of_today().models.values() for n in m.tasks.get("fidelity", {})}
     assert {"int8_centered"} <= marks.keys() <= schemes.PRESETS.keys() & of_today
-    readme = (ROOT / "README.md").read_text()
-    # their worst models are measured in float32
-    for name in marks.keys() & {"int8_centered", "klt3", "klt2"}:
-        line = next(line for line in readme.splitlines() if line.startswith(f"| `{name}`"))
-        assert f"| {marks[name]['kl']:.4f} (" in line, name
+    cells = tables._cpu_benchmark(BENCHMARKS).cells
     (cpu,) = (g for g in beside.groups if "CPU" in g["title"])
-    for bar in cpu["bars"]:
-        if bar["value"] is not None and f"| `{bar['label']}`" in readme:
-            line = next(line for line in readme.splitlines() if line.startswith(f"| `{bar['label']}`"))
-            assert f"| {bar['value']:.2f}x |" in line
+    assert {f"{b['value']:.2f}x" for b in cpu["bars"] if b["value"] is not None} <= set(cells.values())
 
 
 def test_what_was_measured_in_an_earlier_format_is_marked_or_left_out(folder, monkeypatch, tmp_path):
     """Figures of trellis codes and of what klt presets stored before stood under one name."""
-    monkeypatch.setattr(tables, "SHOWN", ("int4",))
     results = collect(folder)
     new = results.models["tiny"].tasks["fidelity"]["int4"]
     old = {"type": "Scheme", "name": "int4", "residual_length": 1}
     before = dataclasses.replace(new, info=new.info | {"scheme": old}, summary=new.summary | {"kl_mean": 9.0})
     assert before.outdated and not new.outdated
     both = [dataclasses.replace(m, tasks={"fidelity": {"int4": c}}) for m, c in _two_models(results, before, new)]
-    assert tables._worst_kl("int4", both, 2) == (f"{new.summary['kl_mean']:.4f} (b, 1 of 2 models)", [new.run])
-    assert tables._worst_kl("int4", both[:1], 1)[0] == f"9.0000{tables.EARLIER} (a)"
+    found = tables._by_model("int4", both)
+    assert set(found) == {"b"} and tables._kl(tables._worst(found)) == f"{new.summary['kl_mean']:.4f}"
+    assert tables._kl(tables._worst(tables._by_model("int4", both[:1]))) == f"9.0000{tables.EARLIER}"
     runs = {name: run | {"utc": {"r1": "2026-11-26", "r2": "2026-11-28"}[name]} for name, run in two_runs().items()}
     assert outdated("klt4", runs["r1"]) and outdated("kvbits_klt2", runs["r1"])
     assert not outdated("klt4", runs["r2"]) and not outdated("int4", runs["r1"])
@@ -414,6 +395,7 @@ def test_one_command_writes_every_generated_part(tmp_path):
         "docs/results/evaluation.md",
         "docs/results/points.md",
         "docs/guide/choose.md",
+        "docs/guide/transformers.md",
         "docs/results/report.html",
         "docs/plan.html",
         tables.FIGURES,
@@ -422,6 +404,6 @@ def test_one_command_writes_every_generated_part(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(committed(name), tmp_path / name)
     written = tables.write(tmp_path, BENCHMARKS)
-    assert len(written) == 11 and all(
+    assert len(written) == 12 and all(
         path.read_bytes() == committed(str(path.relative_to(tmp_path))).read_bytes() for path in written
     ), RUN

@@ -57,6 +57,7 @@ def pasted(draw):
         "num_attention_heads": heads,
         "num_key_value_heads": draw.choice([1, 2, 4]),
         "tie_word_embeddings": draw.random() < 0.5,
+        "max_position_embeddings": draw.choice([2048, 131_072, 1 << 24]),
     }
     more = {
         "mistral": {"sliding_window": draw.choice([None, 100, 4096])},
@@ -121,7 +122,9 @@ def test_two_hundred_answers_are_those_of_the_command(tmp_path):
 
 PROBE = """<script>addEventListener("error", (e) => document.body.dataset.failed = e.message); addEventListener("load", () => {
     const $ = (id) => document.getElementById(`plan-${id}`), put = (id, value) => { $(id).value = value; $(id).dispatchEvent(new Event("input")); return $("answer").textContent; };
-    const said = [$("answer").textContent, put("context", 17), put("preset", "klt2"), put("card", "L4"), put("gpus", "4"), put("model", "gpt-oss-20b")];
+    const said = [$("answer").textContent, put("context", 17), put("preset", "klt2"), put("card", "L4"), put("gpus", "4"), put("engine", "vLLM"), put("model", "gpt-oss-20b")];
+    document.body.dataset.bars = document.querySelectorAll("#plan-bars .bar").length;
+    put("engine", "Transformers");
     put("paste", '{"model_type": "mamba"}');
     said.push($("paste-says").textContent);
     put("paste", '{"model_type": "llama", "num_hidden_layers": 2}');
@@ -148,7 +151,7 @@ def test_bars_move_with_what_is_dragged(tmp_path, options, background):
     )
     assert "not mamba; run `kvbits plan config.json --html page.html`" in unread and "states no hidden_size" in short
     look = re.search(r'data-look="([^"]*)"', dom).group(1)
-    assert background in look and int(look.split()[-1]) > 2 * len(SCHEMES) and int(look.split()[0]) <= 800
+    assert background in look and int(look.split()[-1]) >= len(SCHEMES) and int(look.split()[0]) <= 800
 
 
 @needs_browser

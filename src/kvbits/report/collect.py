@@ -15,6 +15,8 @@ from ..spec import to_dict
 
 _DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of models, in the order in which a report takes them."""
+PROSE = {"description", "source"}
+"""Fields of a scheme that say nothing about what it stores."""
 STOCK_GROUP = 64
 """Numbers that share a scale in Transformers' quantized caches, their default."""
 
@@ -114,9 +116,9 @@ class Results:
 
 
 def _differ(then: Any, now: Any) -> bool:
-    """Compare two specs as JSON data, in the fields that both have: True if they differ."""
+    """Compare two specs as JSON data, in the fields that both have and that are not prose: True if they differ."""
     if isinstance(then, dict) and isinstance(now, dict):
-        return any(_differ(then[key], now[key]) for key in then.keys() & now.keys())
+        return any(_differ(then[key], now[key]) for key in (then.keys() & now.keys()) - PROSE)
     return then is not None and bool(then != now)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import re
 import statistics
@@ -31,11 +32,13 @@ class Beside:
         speeds: of attention on a GPU; the size of a mark in the first chart.
         groups: charts of bars, [{title, unit, note, bars: [{label, value, kind}]}].
         marks: more marks of the first chart, as `_points` makes them.
+        picture: an SVG file's text with which the page opens; empty for none.
     """
 
     speeds: markdown.Speeds = field(default_factory=dict)
     groups: Sequence[Mapping[str, Any]] = ()
     marks: Sequence[Mapping[str, Any]] = ()
+    picture: str = ""
 
 
 NOTHING = Beside()
@@ -109,7 +112,8 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
         ' initial-scale=1">'
         f'<title>{title}</title><link rel="icon" href="data:,"><style>{asset("report.css")}</style></head><body>'
         f'<header><div><h1>{title}</h1><p class="soft">{html.escape(_lead(results))}</p></div>'
-        f'<button id="theme" type="button">light / dark</button></header><main>{"".join(sections)}</main>'
+        f'<button id="theme" type="button">light / dark</button></header>'
+        f"<main>{_opening(beside.picture)}{''.join(sections)}</main>"
         f"<footer>kvbits {__version__}. Charts: Chart.js (MIT). Blue is kvbits; orange (triangles) is what it is"
         " compared with: Transformers' caches, other "
         "libraries' kernels.</footer>"
@@ -216,11 +220,21 @@ def _attention(cells: dict[str, Cell]) -> list[dict[str, Any]]:
 
 def _lead(results: Results) -> str:
     names = ", ".join(dict.fromkeys(m.name for m in results.models.values()))
-    what = "Key-value caches of few bits beside the 16-bit cache: what they save, and what they change"
-    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     return (
-        f"{what}. Measured on {names}, on the same tokens, through the real packed cache. Weights:"
-        f" {markdown.weights_note(models)}."
+        "A KV cache of few bits holds more tokens and changes the answers a little. This page shows how much of both."
+        f" Every cache read the same tokens, packed as in use, on {names}."
+    )
+
+
+def _opening(picture: str) -> str:
+    """Embed an SVG as an image, whose colours follow the page's theme."""
+    if not picture:
+        return ""
+    source = base64.b64encode(picture.encode()).decode()
+    title = re.search(r"<title[^>]*>(.*?)</title>", picture)
+    return (
+        f'<figure class="picture"><img alt="{title[1] if title else ""}" src="data:image/svg+xml;base64,{source}">'
+        "</figure>"
     )
 
 
@@ -267,10 +281,9 @@ def _decode(cells: dict[str, Cell]) -> str:
 def _answer(results: Results, speeds: markdown.Speeds) -> str:
     """Return a picture, and one sentence a budget."""
     plain = (
-        "<p>A cache of fewer bits holds more tokens in the same memory and predicts the next token a little"
-        " differently. How differently is measured by the KL divergence between its probabilities and the 16-bit"
-        " cache's: 0 is no difference, and at 0.05 a text is a few percent harder to predict. Each mark is a cache at"
-        " its worst of the models measured; a larger mark is faster on a GPU.</p>"
+        "<p>Each mark is a cache at its worst of the measured models. Its height is the KL divergence between the"
+        " cache's predictions and the 16-bit cache's. 0 is no difference, and at 0.05 a text is a few percent harder to"
+        " predict. A larger mark is faster on a GPU.</p>"
     )
     said = "".join(f"<li>{_inline(s)}</li>" for s in markdown.budgets(results, speeds))
     picture = _canvas(
@@ -288,7 +301,7 @@ def _left_out(results: Results) -> str:
     there = [name for name in results.outdated if name in PRESETS]
     how = f"; <code>kvbits eval MODEL --schemes {','.join(there)}</code> measures them" if there else ""
     names = ", ".join(html.escape(name) for name in results.outdated)
-    return f'<p class="note">Left out where they were measured in an earlier format: {names}{how}.</p>'
+    return f'<p class="note">Results in an earlier format are left out: {names}{how}.</p>'
 
 
 def _unmeasured(results: Results) -> str:

@@ -148,10 +148,17 @@ def plan_data(models: Models) -> dict[str, Any]:
         "reserve": RESERVE,
         "cards": {name: mib * MIB for name, (_, mib) in CARDS.items()},
         "descriptions": {name: s.description for name, s in schemes.CORE.items()},
-    } | json.loads(asset("measured.json"))
+        "speed": json.loads(asset("measured.json"))["speed"],
+    }
 
 
-def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
+ENGINES = ("Transformers", "vLLM")
+"""Programs whose caches the page counts."""
+CHARTED = ("int8_centered", "kivi4", "klt4", "klt3", "klt2")
+"""Presets that have a bar beside those of 16 bits and of the chosen preset."""
+
+
+def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 32) -> str:
     """Return the calculator as HTML, its data and script included; the first model is shown.
 
     Args:
@@ -163,42 +170,65 @@ def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 
         select("plan-model", "model", list(models))
         + select("plan-card", "GPU", list(CARDS), _measured_card(models))
         + select("plan-gpus", "GPUs (tensor parallel)", shares, str(gpus))
+        + select("plan-engine", "engine", list(ENGINES))
         + select("plan-preset", "preset", list(schemes.CORE), schemes.RECOMMENDED)
     )
-    sliders = _slider("context", "context, tokens", 7, 20, at, "any") + _slider(
+    sliders = _slider("context", "tokens of each user", 7, 20, at, "any") + _slider(
         "batch", "users, for the longest context", 1, 256, users, "1"
     )
-    columns = (
-        "cache",
-        "users that fit",
-        "longest context",
-        "memory of these users",
-        "tokens a second, users x tokens",
-    )
-    header = "".join(f'<th scope="col">{c}</th>' for c in columns)
-    note = (
-        "The numbers of <code>kvbits plan MODEL --gpu-memory</code>: what caches of fixed capacity allocate on each"
-        " GPU, whole pages, scales and raw newest tokens included. Rows of vLLM hold whole blocks; the copies that"
-        " klt formats also keep of some users are not in them. Reserve: activations, the CUDA context, graphs. Tokens a"
-        " second: through Transformers, all in a CUDA graph, 16 bits with FlashAttention-3. GB is 10⁹ bytes."
-    )
-    measured = json.loads(asset("measured.json"))["loss"]
-    losses = "".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(x)}</td></tr>" for n, x in measured.items())
-    accuracy = (
-        "<details><summary>accuracy, measured on small models</summary><p class='note'>Worst KL at 8,192 tokens against"
-        " the same model in 16 bits, nats, and the model that it was measured on. It was not measured on the model"
-        " above.</p><table><thead><tr><th scope='col'>preset</th><th scope='col'>worst KL (model)</th></tr></thead>"
-        f"<tbody>{losses}</tbody></table></details>"
-    )
-    data = to_json(plan_data(models), compact=True).replace("<", "\\u003c")
+    data = to_json(plan_data(models) | {"charted": list(CHARTED)}, compact=True).replace("<", "\\u003c")
     return (
-        f'<div class="controls">{controls}</div><div class="sliders">{sliders}</div><p id="plan-answer"></p><p'
-        f' class="note" id="plan-left"></p><div class="wide"><table><thead><tr>{header}</tr></thead><tbody'
-        f' id="plan-rows"></tbody></table></div><p class="note" id="plan-about"></p>{accuracy}<details><summary>a model'
-        ' that is not listed</summary><label>its config.json<textarea id="plan-paste" rows="6"></textarea></label><p'
-        f' class="note" id="plan-paste-says"></p></details><p class="note">{note}</p><script type="application/json"'
-        f' id="plan-data">{data}</script><script>{asset("plan.js")}</script>'
+        f'<div class="controls">{controls}</div><div class="sliders">{sliders}</div><p id="plan-answer"></p>'
+        '<div id="plan-bars" role="img" aria-label="Bars: users that fit, by cache"></div>'
+        '<p class="note" id="plan-left"></p><p class="note" id="plan-about"></p>'
+        '<div class="wide"><table><thead id="plan-head"></thead><tbody id="plan-rows"></tbody></table></div>'
+        f"{_accuracy()}<details><summary>a model that is not listed</summary><label>its config.json<textarea"
+        ' id="plan-paste" rows="6"></textarea></label><p class="note" id="plan-paste-says"></p></details>'
+        f'{_sources()}<script type="application/json" id="plan-data">{data}</script><script>{asset("plan.js")}</script>'
     )
+
+
+def _accuracy() -> str:
+    """Return the table of presets and their worst KL as HTML."""
+    measured = json.loads(asset("measured.json"))["loss"]
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{x['kl']}</td><td>{html.escape(x['model'])}</td><td>{x['models']}</td></tr>"
+        for name, x in measured.items()
+    )
+    missing = [name for name in schemes.CORE if name not in measured]
+    left_out = f" Not measured in today's format: {', '.join(missing)}." if missing else ""
+    heads = "".join(f"<th scope='col'>{c}</th>" for c in ("preset", "worst KL", "on", "models measured"))
+    return (
+        "<details><summary>accuracy, measured on small models</summary><p class='note'>KL at 8,192 tokens against the"
+        f" same model in 16 bits, in nats. The model above was not measured.{left_out}</p><div class='wide'><table>"
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></details>"
+    )
+
+
+def _sources() -> str:
+    """Return the list of where each number comes from as HTML."""
+    measured = json.loads(asset("measured.json"))
+    found = (
+        ("Users, contexts and memory", 'are arithmetic: <code id="plan-command"></code> prints them.'),
+        (
+            "Caches",
+            "count what a cache of fixed capacity allocates on each GPU: whole pages, scales and the newest tokens in"
+            " 16 bits. Rows of vLLM count whole blocks, without the copies that klt formats keep of the newest tokens.",
+        ),
+        (
+            "Weights",
+            "are counted from the configuration that the maker states, at 2 bytes a number unless it states quantized"
+            " ones. The reserve holds activations, the CUDA context and graphs.",
+        ),
+        (
+            "Tokens a second",
+            "were measured through Transformers in a CUDA graph, 16 bits with FlashAttention-3:"
+            f" <code>{html.escape(measured['speed_from'])}</code>.",
+        ),
+        ("Accuracy", f"was measured: <code>{html.escape(measured['loss_from'])}</code>."),
+    )
+    items = "".join(f"<li><strong>{what}</strong> {text}</li>" for what, text in found)
+    return f'<h3>Where the numbers come from</h3><ul class="note">{items}</ul><p class="note">GB is 10⁹ bytes.</p>'
 
 
 def _measured_card(models: Models) -> str:
@@ -207,7 +237,7 @@ def _measured_card(models: Models) -> str:
     return str(next(iter(speed), "H100"))
 
 
-def page(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
+def page(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 32) -> str:
     """Return the page as HTML text; see `section`."""
     title = "kvbits plan: how many users fit"
     head = (

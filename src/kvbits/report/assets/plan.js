@@ -84,17 +84,17 @@ const plan = (() => {
     try { c = JSON.parse(text); } catch { throw Error("This is not JSON; paste the whole config.json."); }
     const family = data.plain[c?.model_type], way = "run `kvbits plan config.json --html page.html`";
     if (!family) throw Error(`The page reads ${Object.keys(data.plain).join(", ")}, not ${c?.model_type}; ${way}.`);
-    const asked = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", ...family.stated];
+    const asked = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings", ...family.stated];
     for (const name of asked) if (c[name] === undefined) throw Error(`The config.json states no ${name}; ${way}.`);
-    const [layers, h, inner, heads, kv, words] = asked.map((name) => c[name]), head = c.head_dim ?? h / heads, window = c.use_sliding_window === false ? null : c.sliding_window ?? null;
+    const [layers, h, inner, heads, kv, words, longest] = asked.map((name) => c[name]), head = c.head_dim ?? h / heads, window = c.use_sliding_window === false ? null : c.sliding_window ?? null;
     const odd = ["attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"].find((name) => c[name]) ?? (c.layer_types?.some((t) => t !== "full_attention") ? "layer_types" : null);
     if (odd) throw Error(`The page does not read ${odd}; ${way}.`);
-    if (![layers, h, inner, heads, kv, words, head].every((n) => Number.isInteger(n) && n > 0) || (window !== null && !(Number.isInteger(window) && window > 0))) throw Error("A number of the config.json is none that can be.");
+    if (![layers, h, inner, heads, kv, words, longest, head].every((n) => Number.isInteger(n) && n > 0) || (window !== null && !(Number.isInteger(window) && window > 0))) throw Error("A number in the config.json is invalid.");
     if (!data.widths[head]) throw Error(`Heads of ${head} channels are not on this page (${Object.keys(data.widths).join(", ")} are); ${way}.`);
     const of_heads = heads * head, of_kv = 2 * kv * head, vectors = 2 * h + (family.qkv_bias ? of_heads + of_kv : 0) + (family.head_norms ? 2 * head : 0);
     const parameters = words * h * (c.tie_word_embeddings ? 1 : 2) + h + layers * (2 * h * of_heads + h * of_kv + 3 * h * inner + vectors);
     const schemes = Object.fromEntries(Object.entries(data.widths[head]).map(([name, number]) => [name, [[0, layers, number]]]));
-    return { weights: 2 * parameters, heads, longest: c.max_position_embeddings ?? null, state: 0, layers: [[layers, kv, head, head, window]], schemes, biased: family.qkv_bias };
+    return { weights: 2 * parameters, heads, longest, state: 0, layers: [[layers, kv, head, head, window]], schemes, biased: family.qkv_bias };
   }
   return { bytes, rows, read };
 })();
@@ -113,28 +113,48 @@ if (typeof document !== "undefined") (() => {
   };
   let pasted = null;
 
+  // One cache's bar of users: name, bar, number.
+  const big = (r, title, most, kind) => {
+    const row = document.createElement("div"), track = document.createElement("div"), bar = document.createElement("div");
+    row.className = `bigbar ${kind}`;
+    bar.className = "bar";
+    bar.style.width = `${100 * r.users / most}%`;
+    track.append(bar);
+    row.append(cell(title, "span"), track, cell(`${number(r.users)} ${r.users === 1 ? "user" : "users"}` + (r.more === null || kind === "base" ? "" : `, ${r.more.toFixed(1)}x`), "span"));
+    return row;
+  };
+
   function draw() {
-    const name = $("model").value, model = pasted ?? data.models[name], card = $("card").value, chosen = $("preset").value;
+    const name = $("model").value, model = pasted ?? data.models[name], card = $("card").value, preset = $("preset").value, served = $("engine").value === "vLLM";
     const ask = { memory: data.cards[card], gpus: +$("gpus").value, context: Math.round(2 ** +$("context").value), batch: +$("batch").value };
     $("context-is").textContent = number(ask.context);
     $("batch-is").textContent = number(ask.batch);
     const found = plan.rows(data, model, ask), each = ask.gpus === 1 ? "The GPU" : `Each of ${ask.gpus} GPUs`;
     $("left").textContent = (found.left === undefined ? "" : `${each}: ${size(ask.memory)} − ${size(found.share)} of weights − ${size(found.kept)} reserve = ${size(Math.max(0, found.left))} for the cache. `)
       + (found.refused ?? "") + (model.longest && ask.context > model.longest ? ` The model itself was made for ${number(model.longest)} tokens.` : "");
-    const rows = found.rows ?? [], mine = rows.find((r) => r.scheme === chosen), base = rows[0];
-    const context = (r) => r.longest === null ? "any" : number(r.longest), top = (key) => Math.max(1, ...rows.map((r) => r[key] ?? 0));
-    $("answer").textContent = mine ? `${chosen}: ${number(mine.users)} ${mine.users === 1 ? "user" : "users"} of ${number(ask.context)} tokens instead of ${number(base.users)}; `
-      + `${context(mine)} tokens for each of ${number(ask.batch)} instead of ${context(base)}.` : "";
-    const users = top("users"), most = top("longest");
+    const of = served ? "vLLM " : "", chosen = served ? `vLLM kvbits_${preset}` : preset, sixteen = `${of}bf16`;
+    const rows = (found.rows ?? []).filter((r) => r.scheme.startsWith("vLLM ") === served), title = (r) => r.scheme === sixteen ? "16 bits" : r.scheme.slice(of.length);
+    const mine = rows.find((r) => r.scheme === chosen), base = rows.find((r) => r.scheme === sixteen);
+    const context = (r) => r.longest === null ? "any" : number(r.longest);
+    $("answer").textContent = mine && base ? `${title(mine)}: ${number(mine.users)} ${mine.users === 1 ? "user" : "users"} of ${number(ask.context)} tokens instead of ${number(base.users)}; `
+      + `${context(mine)} tokens for each of ${number(ask.batch)} instead of ${context(base)}.` : rows.length ? `${served ? "vLLM" : "Transformers"} has no ${preset} for this model.` : "";
+    const kind = (r) => r.scheme === sixteen ? "base" : r.scheme === chosen ? "chosen" : "";
+    const charted = rows.filter((r) => served || kind(r) || data.charted.includes(r.scheme)), most = Math.max(1, ...charted.map((r) => r.users));
+    $("bars").replaceChildren(...charted.map((r) => big(r, title(r), most, kind(r))));
+    const speeds = pasted || served || ask.gpus > 1 ? {} : data.speed[name]?.[card] ?? {}, timed = rows.some((r) => speeds[r.scheme]);
+    const head = document.createElement("tr");
+    ["cache", "users that fit", "longest context", "memory of these users", ...(timed ? ["tokens a second (users x tokens)"] : [])].forEach((c) => { const th = cell(c, "th"); th.scope = "col"; head.append(th); });
+    $("head").replaceChildren(rows.length ? head : "");
+    const top = Math.max(1, ...rows.map((r) => r.longest ?? 0));
     $("rows").replaceChildren(...rows.map((r) => {
-      const row = document.createElement("tr"), kind = r.scheme === "bf16" ? "base" : "", speed = pasted ? null : data.speed[name]?.[card]?.[r.scheme];
+      const row = document.createElement("tr");
       if (r.scheme === chosen) row.style.fontWeight = "600";
-      row.append(cell(r.scheme), barred(number(r.users) + (r.more === null || kind ? "" : `, ${r.more.toFixed(2)}x`), r.users / users, kind),
-        barred(context(r), r.longest === null ? 1 : r.longest / most, kind), cell(size(r.total)),
-        cell(speed && ask.gpus === 1 ? speed : "not measured"));
+      row.append(cell(title(r)), cell(number(r.users)), barred(context(r), r.longest === null ? 1 : r.longest / top, kind(r)), cell(size(r.total)));
+      if (timed) row.append(cell(speeds[r.scheme] ?? "not measured"));
       return row;
     }));
-    $("about").textContent = data.descriptions[chosen] ? `${chosen}: ${data.descriptions[chosen]}.` : "";
+    $("about").textContent = data.descriptions[preset] ? `${preset}: ${data.descriptions[preset]}.` : "";
+    $("command").textContent = `kvbits plan ${pasted ? "config.json" : "MODEL"} --gpu-memory ${/ /.test(card) ? `"${card}"` : card} --gpus ${ask.gpus} --context ${ask.context} --batch-size ${ask.batch}${served ? " --engine vllm" : " --scheme all"}`;
   }
   const paste = () => {
     pasted = null;
@@ -145,7 +165,7 @@ if (typeof document !== "undefined") (() => {
     draw();
   };
   $("model").addEventListener("input", () => { $("paste").value = ""; paste(); });
-  for (const id of ["card", "gpus", "preset", "context", "batch"]) $(id).addEventListener("input", draw);
+  for (const id of ["card", "gpus", "engine", "preset", "context", "batch"]) $(id).addEventListener("input", draw);
   $("paste").addEventListener("input", paste);
   draw();
 })();
