@@ -11,11 +11,15 @@ from .paired import BOUNDS, points
 NAMES = {
     "ppl_change": "change",
     "kl_mean": "KL",
+    "kl_median": "median",
+    "kl_p99": "99 %",
+    "kl_p999": "99.9 %",
     "kl_max": "worst",
     "kl_lost": "> 1 nat",
     "bytes_held": "bytes",
     "tokens_per_s": "tokens/s",
     "top1_agreement": "top-1",
+    "dp_rms": "RMS dp",
     "drift": "per doubling",
     "key_bits": "key bits left",
     "value_bits": "value bits left",
@@ -24,9 +28,9 @@ NAMES = {
 _SHARES = ("top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "token_accuracy")
 FORMATS = {
     **dict.fromkeys(("ppl_change", "drift"), "+.2%"),
-    **dict.fromkeys(_SHARES, ".2%"),
+    **dict.fromkeys((*_SHARES, "dp_rms"), ".2%"),
     **dict.fromkeys(("kl_lost", "read_raw"), ".1%"),
-    **dict.fromkeys(("kl_mean", "kl_max"), ".3g"),
+    **dict.fromkeys(("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max"), ".3g"),
 }
 """How figures are written that are no plain numbers."""
 NARROW = {
