@@ -114,10 +114,25 @@ def test_the_worst_token_and_what_was_read_raw_stand_beside_the_mean(model, tmp_
         and worst["kl_worst"] == row["kl_worst"] > 32
     )
     assert row["kl_lost"] == sum(i["kl_lost"] for i in items.values()) / row["tokens"] < 0.1
+    assert 0 <= row["kl_median"] < row["kl_p99"] <= row["kl_p999"] <= row["kl_max"] * 1.03
+    assert row["dp_rms"] == pytest.approx(math.sqrt(sum(i["dp_squares"] for i in items.values()) / row["tokens"]))
+    assert found["32-bit"]["dp_rms"] == 0 < found["raw"]["dp_rms"] < 0.01 * row["dp_rms"]
     assert found["raw"]["read_raw"] == 1 and "read_raw" not in found["32-bit"]
     assert 0 < found["int8_centered"]["read_raw"] < row["read_raw"] < 1, "more newest tokens of kivi2 stay raw"
     decoded = run(model, tmp_path, schemes=["kivi2"], tasks=["decode"], context=250, new_tokens=10)["decode"]["kivi2"]
     assert 250 < decoded["kl_worst"] < 260 and 0 < decoded["read_raw"] < 1
+
+
+def test_items_of_before_have_no_token_probabilities_and_new_ones_are_added(model, tmp_path):
+    run(model, tmp_path, schemes=["int8"], windows=2)
+    for name in ("32-bit", "int8"):
+        path = tmp_path / "tiny-float32" / "fidelity" / f"{name}.json"
+        data = results.read(path)
+        for item in data["items"].values():
+            del item["dp_squares"]
+        path.write_text(results.dumps(data))
+    row = run(model, tmp_path, schemes=["int8"], windows=3)["fidelity"]["int8"]
+    assert row["windows"] == 3 and row["dp_rms"] is None and row["kl_p999"] > row["kl_median"] > 0
 
 
 def test_files_of_a_text_s_first_windows_are_not_mixed_with_spread_ones(model, tmp_path):
