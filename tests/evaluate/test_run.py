@@ -565,3 +565,19 @@ def test_a_result_of_another_value_than_its_sum_says_is_refused_and_files_withou
     assert lines[-1].startswith(' "sum":')
     path.write_text("\n".join(lines[:-1]).rstrip(",") + "\n}\n")
     assert results.read(path) == data
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_shows_figures_in_the_units_of_llama_cpp_beside_ours(model, tmp_path, monkeypatch, capsys, columns):
+    from kvbits.cli import eval as command
+    from kvbits.evaluate import shown
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    found = run(model, tmp_path, schemes=["int4"])
+    command._print(found, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    row = found["fidelity"]["int4"]
+    for figures in (("ppl", "kl_mean"), ("kl_median", "kl_p999", "top1_agreement", "dp_rms")):
+        cells = shown.table("fidelity", found["fidelity"], only=figures)[1][1][1:]
+        assert any(all(cell in line for cell in cells) for line in lines if "int4" in line)
+    assert max(map(len, lines)) <= columns and row["dp_rms"] > 0
