@@ -14,9 +14,9 @@ pass has.
                                    point, which is kept in the four lowest
                                    bits of the scale, a float32
     fp8_unscaled                   vLLM's fp8, where no scale is calibrated: E4M3 of the numbers as they are
-    q4_0_rotated                   llama.cpp from April 2026 on: a Hadamard matrix (of values: one for every 64
+    q4_0_rotated, q8_0_rotated     llama.cpp from April 2026 on: a Hadamard matrix (of values: one for every 64
                                    channels), then blocks of 32 with a scale in
-                                   float16, by which the number farthest from 0 is -8
+                                   float16, by which the number farthest from 0 is -8, or -127 or 127
     nvfp4                          NVIDIA's 4-bit floats, on the pages of `int4`; the newest tokens stay raw
 
 Written from what these engines compute. What they round on the way (a turned key to 16 bits) is left out, which
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +95,8 @@ def make(name: str, layers: tuple[LayerGeometry, ...]) -> tuple[Callable[[], Cac
         UnsupportedError: heads that the engine does not store so.
     """
     peer = PEERS[name]
-    for d in {d for g in layers for d in (g.head_dim, g.value_head_dim)}:
-        if d % peer.heads if peer.heads else d & (d - 1):
-            raise UnsupportedError(
-                f"{name} takes a head_dim that is a {f'multiple of {peer.heads}' if peer.heads else 'power of two'},"
-                f" not {d}"
-            )
-    ends = min(peer.raw_layers, len(layers) // 2)
-    raw = [min(i, len(layers) - 1 - i) < ends for i in range(len(layers))]
+    require_heads(name, layers)
+    raw = raw_layers(peer, len(layers))
     held = sum(
         (
             16 * g.token_elements
@@ -114,6 +108,27 @@ def make(name: str, layers: tuple[LayerGeometry, ...]) -> tuple[Callable[[], Cac
     )
     info = {"bits_per_element": held / sum(g.token_elements for g in layers), "source": peer.source}
     return lambda: Cache(layers=[DynamicLayer() if r else PeerLayer(peer) for r in raw]), info
+
+
+def require_heads(name: str, layers: Sequence[LayerGeometry]) -> None:
+    """Refuse heads that an engine does not store in the format of the peer `name`.
+
+    Raises:
+        UnsupportedError: naming the head_dim.
+    """
+    peer = PEERS[name]
+    for d in {d for g in layers for d in (g.head_dim, g.value_head_dim)}:
+        if d % peer.heads if peer.heads else d & (d - 1):
+            raise UnsupportedError(
+                f"{name} takes a head_dim that is a {f'multiple of {peer.heads}' if peer.heads else 'power of two'},"
+                f" not {d}"
+            )
+
+
+def raw_layers(peer: Peer, count: int) -> list[bool]:
+    """Tell of each of `count` layers whether a recipe leaves it raw."""
+    ends = min(peer.raw_layers, count // 2)
+    return [min(i, count - 1 - i) < ends for i in range(count)]
 
 
 def integers(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -175,8 +190,119 @@ def blocks(x: torch.Tensor) -> torch.Tensor:
     return (codes * scale.half().float()).flatten(-2)
 
 
-def rotated_keys(x: torch.Tensor) -> torch.Tensor:
-    return hadamard(blocks(hadamard(x)))
+def wide_blocks(x: torch.Tensor) -> torch.Tensor:
+    """q8_0: codes -127 to 127 times a scale in float16, by which the largest number of 32 is 127."""
+    parts = x.unflatten(-1, (-1, 32))
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    codes = _away(parts * scale.reciprocal().nan_to_num(posinf=0))
+    return (codes * scale.half().float()).flatten(-2)
+
+
+def turned(x: torch.Tensor, how: Rounding) -> torch.Tensor:
+    """Numbers that are rounded between two Hadamard matrices."""
+    return hadamard(how(hadamard(x)))
+
+
+def turned_by_64(x: torch.Tensor, how: Rounding) -> torch.Tensor:
+    """The same with a matrix for every 64 channels."""
+    return turned(x.unflatten(-1, (-1, 64)), how).flatten(-2)
+
+
+TILE = 128
+"""Tokens of a tile of `kvarn_k4v2_g128`, and first tokens that it leaves raw."""
+
+
+def balance(x: torch.Tensor, iterations: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of the rows and columns of tiles `x` [.., rows, columns] that make their spreads alike
+    (arXiv:2606.03458): columns and rows are divided by their standard deviation in turns, and the factors are those
+    after which the ratios of the largest to the smallest spread had the smallest sum.
+
+    Returns:
+        rows [.., rows, 1], columns [.., 1, columns].
+    """
+
+    def spreads(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        of_rows, of_columns = y.std(-1, keepdim=True), y.std(-2, keepdim=True)
+        ratios = [
+            s.amax((-2, -1), keepdim=True) / s.amin((-2, -1), keepdim=True).clamp(min=1e-8)
+            for s in (of_rows, of_columns)
+        ]
+        return of_rows, of_columns, ratios[0] + ratios[1]
+
+    def grown(factors: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
+        return (factors + spread.clamp(1e-3, 1e3).log()).clamp(-0.3, 10.0)
+
+    rows, columns = torch.zeros_like(x[..., :1]), torch.zeros_like(x[..., :1, :])
+    best_rows, best_columns = rows, columns
+    _, of_columns, least = spreads(x)
+    for _ in range(iterations):
+        columns = grown(columns, of_columns)
+        rows = grown(rows, (x * (-columns - rows).exp()).std(-1, keepdim=True))
+        _, of_columns, ratio = spreads(x * (-columns - rows).exp())
+        better = ratio <= least
+        best_rows, best_columns = torch.where(better, rows, best_rows), torch.where(better, columns, best_columns)
+        least = torch.minimum(least, ratio)
+    return best_rows.exp(), best_columns.exp()
+
+
+def tiles(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """KVarN's tiles [.., rows, columns]: balanced, asymmetric integers by row, and in float16 a scale and an offset of
+    each row and a factor of each column.
+    """
+    rows, columns = balance(x)
+    even = x / rows / columns
+    low, high = even.amin(-1, keepdim=True), even.amax(-1, keepdim=True)
+    scale = ((high - low) / (2**bits - 1)).clamp(min=1e-10)
+    codes = ((even - low) / scale).round().clamp(0, 2**bits - 1)
+    return (codes * (rows * scale).half().float() + (rows * low).half().float()) * columns.half().float()
+
+
+def kvarn(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [.., tokens, head_dim] of whole tiles, as `kvarn_k4v2_g128` gives them back: keys of 4 bits with
+    rows of a channel, values of 2 bits with rows of a token.
+    """
+    turned_keys, turned_values = (hadamard(x).unflatten(-2, (-1, TILE)) for x in (k, v))
+    return hadamard(tiles(turned_keys.mT, 4).mT.flatten(-3, -2)), hadamard(tiles(turned_values, 2).flatten(-3, -2))
+
+
+def kvarn_bits(head_dim: int, value_head_dim: int) -> tuple[float, float]:
+    """Bits of a number of a tile's keys and values: codes, a scale and an offset of each row, a factor of each
+    column.
+    """
+    return 4 + 32 / TILE + 16 / head_dim, 2 + 32 / value_head_dim + 16 / TILE
+
+
+OSCAR_FIRST, OSCAR_NEWEST = 64, 256
+"""Tokens that OSCAR leaves raw."""
+OSCAR_KEPT = 0.96, 0.92
+"""Share of a token's numbers of keys and values that OSCAR does not clip."""
+
+
+def oscar_rotation(moments: torch.Tensor) -> torch.Tensor:
+    """OSCAR's rotation of a layer from `moments` [D, D], float64 (arXiv:2605.17757): eigenvectors, a Hadamard matrix,
+    and channels in the order of reversed bits of their eigenvalue's rank.
+    """
+    values, vectors = torch.linalg.eigh(moments)
+    width = len(values)
+    reversed_bits = torch.tensor([int(f"{i:0{width.bit_length() - 1}b}"[::-1], 2) for i in range(width)])
+    order = torch.empty(width, dtype=torch.long)
+    order[reversed_bits] = values.cpu().argsort(descending=True)
+    return hadamard(vectors)[:, order.to(vectors.device)]
+
+
+def oscar(x: torch.Tensor, rotation: torch.Tensor, kept: float) -> torch.Tensor:
+    """OSCAR's 2 bits of `x` [.., D]: turned by `rotation`, clipped at the share `kept` of a token's sizes, asymmetric
+    integers in groups of 128 channels at most, a scale and a zero point in float16.
+    """
+    y = x @ rotation
+    sizes = y.abs().sort(-1).values
+    limit = sizes[..., min(int(kept * y.shape[-1]), y.shape[-1] - 1), None]
+    groups = y.clamp(-limit, limit).unflatten(-1, (-1, min(128, y.shape[-1])))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = (high - low).clamp(min=1e-8) / 3
+    zero = -low / scale
+    codes = (groups / scale + zero + 0.5).floor().clamp(0, 3)
+    return ((codes - zero.half().float()) * scale.half().float()).flatten(-2) @ rotation.T
 
 
 def fp8(x: torch.Tensor) -> torch.Tensor:
@@ -199,6 +325,17 @@ def _alike(how: Rounding, bits: Callable[[int], float], source: str, heads: int)
     return Peer(keys=how, values=how, key_bits=bits, value_bits=bits, source=source, heads=heads)
 
 
+def _rotated(how: Rounding, bits: float) -> Peer:
+    return Peer(
+        keys=functools.partial(turned, how=how),
+        values=functools.partial(turned_by_64, how=how),
+        key_bits=lambda d: bits,
+        value_bits=lambda d: bits,
+        source="https://github.com/ggml-org/llama.cpp/pull/21038",
+        heads=64,
+    )
+
+
 PEERS = {
     "turboquant_4bit_nc": _turboquant(4),
     "turboquant_3bit_nc": _turboquant(3),
@@ -206,14 +343,8 @@ PEERS = {
         zero_points, lambda d: 4 + 32 / d, "https://github.com/vllm-project/vllm/pull/39074", 2
     ),
     "fp8_unscaled": _alike(fp8, lambda d: 8.0, "https://arxiv.org/abs/2209.05433", 1),
-    "q4_0_rotated": Peer(
-        keys=rotated_keys,
-        values=lambda x: rotated_keys(x.unflatten(-1, (-1, 64))).flatten(-2),
-        key_bits=lambda d: 4.5,
-        value_bits=lambda d: 4.5,
-        source="https://github.com/ggml-org/llama.cpp/pull/21038",
-        heads=64,
-    ),
+    "q4_0_rotated": _rotated(blocks, 4.5),
+    "q8_0_rotated": _rotated(wide_blocks, 8.5),
 }
 """By the name that its engine gives it."""
 
@@ -235,7 +366,7 @@ def nvfp4(x: torch.Tensor) -> torch.Tensor:
 class Nvfp4Layer(SimulatedLayer):
     """A layer whose pages are NVFP4's."""
 
-    def _given_back(
+    def given_back(
         self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray, pool: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return nvfp4(k), nvfp4(v)

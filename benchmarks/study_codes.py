@@ -35,7 +35,7 @@ from transformers import AttentionInterface
 import kvbits
 from kvbits import schemes
 from kvbits.calibrate.moments import RIDGE, Moments, far
-from kvbits.evaluate.fidelity import Fidelity, divergence
+from kvbits.evaluate.fidelity import Fidelity
 from kvbits.evaluate.texts import read_text, windows
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.rotary import with_rotary
@@ -367,11 +367,7 @@ def score(model: Any, states: torch.Tensor, reference: torch.Tensor, ids: torch.
     for start in range(first, len(ids) - 1, ROWS):
         at = slice(start, min(start + ROWS, len(ids) - 1))
         log_p, of = (torch.log_softmax(head(x[at]).float(), -1) for x in (states, reference))
-        p = of.exp()
-        found.kl += divergence(log_p, of, p).tolist()
-        found.nlls += (-log_p.gather(1, ids[at.start + 1 : at.stop + 1, None])[:, 0]).tolist()
-        found.same += (log_p.argmax(-1) == of.argmax(-1)).tolist()
-        found.tvd += ((p - log_p.exp()).abs().sum(-1) / 2).tolist()
+        found.add(log_p, of, of.exp(), ids[at.start + 1 : at.stop + 1])
         found.places += [(0, i + 1) for i in range(at.start, at.stop)]
     return found
 

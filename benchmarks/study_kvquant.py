@@ -217,7 +217,7 @@ def measure(
             "ppl": f.perplexity,
             "ppl_change": f.perplexity / base.perplexity - 1,
             "kl": f.kl_mean,
-            "kl_p99": f.kl_p99,
+            "kl_p99": f.kl_quantile(0.99),
             "tvd": f.tvd_mean,
         }
         rows.append(row | {"top1": f.top1_agreement, "tokens": f.num_tokens})

@@ -6,6 +6,7 @@ the table of equal tails where that is measured (benchmarks/study_tails.py), els
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 import sys
@@ -17,7 +18,7 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "docs"))
 
-from make_tables import BENCHMARKS, PEERS_MODEL  # noqa: E402
+from make_tables import BENCHMARKS, EQUAL_TAIL, HELD_AT, PEERS_MODEL, tails  # noqa: E402
 
 from kvbits.evaluate.results import read as read_result  # noqa: E402
 from kvbits.report.collect import Cell  # noqa: E402
@@ -79,9 +80,27 @@ def chains(benchmarks: Path) -> Picture:
     return Picture(tuple(found), (said, *["klt in its first edition"] * old))
 
 
+def equal_tails(benchmarks: Path) -> Picture | None:
+    """Read what every cache costs with `EQUAL_TAIL` raw newest tokens at `HELD_AT` tokens; None where that was not
+    measured on the model of the page of points.
+    """
+    for (model, length), rows in tails(benchmarks).items():
+        if length == HELD_AT and fnmatch.fnmatch(model, PEERS_MODEL):
+            said = (
+                f"{model}, windows of {length:,} tokens of text; every cache keeps its newest {EQUAL_TAIL} tokens raw"
+            )
+            found = [
+                Point(name, row["held_bits"], row["kl_mean"], name in LINE)
+                for (name, tail), row in rows.items()
+                if tail == EQUAL_TAIL
+            ]
+            return Picture(tuple(found), (said,))
+    return None
+
+
 def drawn(benchmarks: Path) -> Picture:
     """Read what is to be drawn."""
-    return chains(benchmarks)
+    return equal_tails(benchmarks) or chains(benchmarks)
 
 
 def svg(picture: Picture) -> str:

@@ -2,8 +2,8 @@
 benchmarks/results: `python docs/make_tables.py`. A test compares.
 
 README has `numbers` and `preset_table`, docs/guide/transformers.md `milliseconds_table`, docs/guide/choose.md
-`short_table`, docs/results/evaluation.md `scheme_table`, `length_table` and `chains_table`. benchmarks/tables_gpu.py
-writes the tables of one GPU.
+`short_table`, docs/results/evaluation.md `scheme_table`, `length_table` and `chains_table`, docs/results/points.md
+`points_tables` and `tails_tables`. benchmarks/tables_gpu.py writes the tables of one GPU.
 """
 
 from __future__ import annotations
@@ -499,6 +499,74 @@ def _read_raw() -> str:
     return table(columns, rows)
 
 
+TAILS = "tails"
+"""Folder beside the results, of benchmarks/study_tails.py: a file for each model."""
+
+
+def tails(benchmarks: Path) -> dict[tuple[str, int], dict[tuple[str, int | str], dict[str, Any]]]:
+    """Read what formats and peers cost with equal tails: model and tokens of a window -> format and tail -> the newest
+    run's row, with its run as "made".
+    """
+    found: dict[tuple[str, int], dict[tuple[str, int | str], dict[str, Any]]] = {}
+    for path in sorted((benchmarks / TAILS).glob("*.json")):
+        data = read(path)
+        for row in sorted(data["rows"], key=lambda r: data["runs"][r["run"]]["utc"]):
+            run = data["runs"][row["run"]]
+            facts = run["facts"]
+            found.setdefault((facts["model"], facts["length"]), {})[row["format"], row["tail"]] = row | {"made": run}
+    return found
+
+
+def tails_tables(benchmarks: Path) -> tuple[str, ...]:
+    """KL of every format and peer with as many raw newest tokens, bits held beside it; and the same rows in the units
+    of llama.cpp's perplexity tool, between their markers.
+    """
+    wide, units, made = [], [], []
+    text: dict[str, None] = {}
+    every = tails(benchmarks)
+    lengths = sorted({tail for rows in every.values() for _, tail in rows if isinstance(tail, int)})
+    shown: list[int | str] = [*lengths, "own"]
+    for (model, length), rows in every.items():
+        names = sorted(
+            {name for name, _ in rows}, key=lambda n: min(r["held_bits"] for (m, _), r in rows.items() if m == n)
+        )
+        for name in names:
+            cells = []
+            for tail in shown:
+                row = rows.get((name, tail))
+                cells += ["", ""] if row is None else [f"{row['held_bits']:.2f}", f"{row['kl_mean']:.5f}"]
+            some = next(row for (m, _), row in rows.items() if m == name)
+            called = f"`{name}`" + ", simulated" * (some["kind"] == "simulated")
+            wide.append([f"{model}, {length:,}", called, *cells])
+            if (row := rows.get((name, EQUAL_TAIL))) is not None:
+                units.append(
+                    [
+                        f"{model}, {length:,}",
+                        called,
+                        f"{row['held_bits']:.2f}",
+                        f"{row['kl_mean']:.5f}",
+                        f"{row['kl_median']:.6f}",
+                        f"{row['kl_p999']:.3f}",
+                        percent(row["top1_agreement"]),
+                        percent(row["dp_rms"]),
+                    ]
+                )
+        made += [row["made"] for row in rows.values()]
+        text |= {row["made"]["facts"]["text"]: None for row in rows.values()}
+    columns = [f"{what}, {tail} raw" for tail in lengths for what in ("bits", "KL")] + [
+        "bits, own tail",
+        "KL, own tail",
+    ]
+    note = f"\n\nTexts: {', '.join(text)}. Runs: {dated(made)}." if made else ""
+    theirs = ["bits", "KL", "median", "99.9 %", "same token", "RMS dp"]
+    return (
+        _between("points-tails", table(["model, tokens", "cache", *columns], wide, left=2) + note),
+        _between("points-units", table(["model, tokens", "cache", *theirs], units, left=2)),
+    )
+
+
+EQUAL_TAIL = 128
+"""Raw newest tokens of the caches in the table of units and in the picture: as many as `klt4` keeps."""
 ANSWERED = ("int8_centered", "klt4", "klt3", "klt2", "kivi4")
 """Columns of answers."""
 RULER = ("ruler", "ruler-8192", "ruler-16384", "ruler-32000")
@@ -761,7 +829,7 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
             length_table(benchmarks),
             chains_table(benchmarks),
         ),
-        "docs/results/points.md": points_tables(benchmarks),
+        "docs/results/points.md": (*points_tables(benchmarks), *tails_tables(benchmarks)),
         "docs/guide/choose.md": (short_table(),),
     }
     for name, tables in parts.items():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from peers import CACHES, PEERS, fp8, lloyd_max, make, nvfp4
+from peers import CACHES, OSCAR_KEPT, PEERS, TILE, fp8, kvarn, lloyd_max, make, nvfp4, oscar, oscar_rotation, tiles
 
 from kvbits.errors import UnsupportedError
 from kvbits.evaluate.caches import base_factory, factory, read_caches
@@ -21,6 +21,7 @@ from kvbits.evaluate.rows import Rows
 from kvbits.evaluate.run import Evaluation
 from kvbits.evaluate.settings import Options
 from kvbits.evaluate.texts import Text, novel
+from kvbits.quant.basis import hadamard
 from kvbits.spec import LayerGeometry
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "peers.py"
@@ -126,6 +127,98 @@ def test_q4_0_turns_whole_keys_and_64_channels_of_values():
     halves = np.concatenate([stored(k[:, at : at + 64] @ walsh(64)) @ walsh(64) for at in (0, 64)], -1)
     close(peer.values(x), halves, x, flips=0.01)
     assert not torch.allclose(peer.keys(x), peer.values(x))
+
+
+def test_q8_0_has_127_levels_of_either_sign_in_blocks_of_32():
+    x, peer = numbers(), PEERS["q8_0_rotated"]
+
+    def stored(turned):
+        found = np.empty_like(turned)
+        for at in range(0, turned.shape[-1], 32):
+            part = turned[:, at : at + 32]
+            scale = np.abs(part).max(-1, keepdims=True) / 127
+            codes = np.divide(part, scale, out=np.zeros_like(part), where=scale != 0)
+            found[:, at : at + 32] = np.sign(codes) * np.floor(np.abs(codes) + 0.5) * half(scale)
+        return found
+
+    close(peer.keys(x), stored(x.double().numpy() @ walsh(128)) @ walsh(128), x, flips=0.01)
+    assert peer.key_bits(128) == 8.5 and not torch.allclose(peer.keys(x), peer.values(x))
+
+
+def balanced(tile, iterations=16):
+    """KVarN's factors of one tile [rows, columns], number by number as its paper and its store kernel have them."""
+    log_rows, log_columns = np.zeros((len(tile), 1)), np.zeros((1, tile.shape[1]))
+
+    def divided():
+        return tile / np.exp(log_columns) / np.exp(log_rows)
+
+    def uneven(x):
+        return sum(x.std(axis, ddof=1).max() / max(x.std(axis, ddof=1).min(), 1e-8) for axis in (0, 1))
+
+    best, least = (log_rows, log_columns), uneven(tile)
+    for _ in range(iterations):
+        spread = divided().std(0, ddof=1, keepdims=True)
+        log_columns = np.clip(log_columns + np.log(np.clip(spread, 1e-3, 1e3)), -0.3, 10)
+        spread = divided().std(1, ddof=1, keepdims=True)
+        log_rows = np.clip(log_rows + np.log(np.clip(spread, 1e-3, 1e3)), -0.3, 10)
+        if (now := uneven(divided())) <= least:
+            best, least = (log_rows, log_columns), now
+    return np.exp(best[0]), np.exp(best[1])
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_kvarn_s_tiles_are_even_in_rows_and_columns(bits):
+    drawn = torch.Generator().manual_seed(2)
+    x = torch.randn(3, 64, TILE, generator=drawn) * torch.rand(3, 64, 1, generator=drawn).mul(5).exp2()
+    x *= torch.rand(3, 1, TILE, generator=drawn).mul(3).exp2()
+    for one in x:
+        tile = one.double().numpy()
+        rows, columns = balanced(tile)
+        even = tile / rows / columns
+        low, high = even.min(1, keepdims=True), even.max(1, keepdims=True)
+        scale = (high - low) / (2**bits - 1)
+        codes = np.clip(np.round((even - low) / scale), 0, 2**bits - 1)
+        wanted = (codes * half(rows * scale) + half(rows * low)) * half(columns)
+        close(tiles(one, bits), wanted, one, flips=0.01)
+        plain_low, plain_high = tile.min(1, keepdims=True), tile.max(1, keepdims=True)
+        plain = (plain_high - plain_low) / (2**bits - 1)
+        without = np.round((tile - plain_low) / plain) * plain + plain_low
+        assert np.square(wanted - tile).sum() < np.square(without - tile).sum()
+
+
+def test_kvarn_s_keys_have_rows_of_channels_and_its_values_of_tokens():
+    x = numbers(rows=2 * TILE)[None]
+    x[:, 3:5] = torch.randn(1, 2, 128, generator=torch.Generator().manual_seed(1))
+    keys, values = kvarn(x, x)
+    for at in (slice(0, TILE), slice(TILE, 2 * TILE)):
+        tile = hadamard(x[0, at])
+        by_channel, by_token = tiles(tile.T.contiguous(), 4).T, tiles(tile, 2)
+        for found, wanted in ((keys, by_channel), (values, by_token)):
+            missed = (hadamard(found[0, at]) - wanted).norm() / wanted.norm()
+            assert missed < 2e-3, "half a step of float16's factors"
+        assert (tiles(tile, 4) - by_channel).norm() > 0.02 * by_channel.norm()
+
+
+def test_oscar_turns_by_moments_clips_and_has_four_levels():
+    drawn = torch.Generator().manual_seed(4)
+    of = torch.randn(256, 256, generator=drawn, dtype=torch.float64) * torch.arange(1.0, 257).double()
+    moments = of.T @ of
+    rotation = oscar_rotation(moments)
+    assert torch.allclose(rotation @ rotation.T, torch.eye(256, dtype=torch.float64), atol=1e-9)
+    values, vectors = (t.numpy() for t in torch.linalg.eigh(moments))
+    order, mixed = np.argsort(-values), vectors @ walsh(256)
+    wanted = np.stack([mixed[:, order[int(f"{i:08b}"[::-1], 2)]] for i in range(256)], 1)
+    assert np.allclose(rotation.numpy(), wanted, atol=1e-9)
+    x = numbers(head_dim=256)
+    y = x.double().numpy() @ rotation.numpy()
+    limit = np.sort(np.abs(y), -1)[:, int(OSCAR_KEPT[1] * 256), None]
+    found = []
+    for part in (np.clip(y, -limit, limit)[:, :128], np.clip(y, -limit, limit)[:, 128:]):
+        low, high = part.min(-1, keepdims=True), part.max(-1, keepdims=True)
+        scale = np.maximum(high - low, 1e-8) / 3
+        codes = np.clip(np.floor(part / scale - low / scale + 0.5), 0, 3)
+        found.append((codes - half(-low / scale)) * half(scale))
+    close(oscar(x, rotation.float(), OSCAR_KEPT[1]), np.concatenate(found, -1) @ rotation.numpy().T, x, flips=0.01)
 
 
 def test_fp8_has_no_scale():

@@ -131,10 +131,14 @@ def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, cod
     command = f"check tiny --scheme {scheme} --windows 1 --length 300 --max-ppl-change 1 --max-kl 100"
     data = run_json(command, code)
     assert data["passed"] == (code == 0) and len(data["layers"]) == 2 and data["text"] == "novel"
+    overall = data["overall"]
+    assert 0 < overall["kl_median"] <= overall["kl_p99"] <= overall["kl_p999"] <= overall["kl_max"]
+    assert 0 < overall["dp_rms"] < 1
     shown = run(command, code).stdout
     flat = " ".join(shown.split())
     assert ("FAIL" in shown) == bool(code) and "cosine" in flat and "Bits left: " in flat
     assert f"which read {data['overall']['read_raw']:.0%} of their history in 16 bits" in flat
+    assert f"{overall['kl_median']:.5f}" in flat and f"{overall['dp_rms']:.2%}" in flat
     verdicts = {
         line.split("  ")[0]: line.split()[1 + line.startswith("whole")]
         for line in shown.splitlines()

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
@@ -56,7 +57,7 @@ def test_fewer_bits_cost_more(model):
     got = compare(model, caches(model, "int8", "int4", "kivi2"), long, chunk=10)
     assert 0 < got["int8"].kl_mean < got["int4"].kl_mean < got["kivi2"].kl_mean
     assert got["int8"].tvd_mean < got["int4"].tvd_mean
-    assert got["int8"].kl_p99 >= got["int8"].kl_mean
+    assert got["int8"].kl_quantile(0.99) >= got["int8"].kl_mean
 
 
 def test_a_batch_of_texts_scores_like_each_text_alone(model):
@@ -84,6 +85,26 @@ def test_kl_and_total_variation_of_known_distributions():
     assert f.kl_mean == pytest.approx(0.2)
     assert f.tvd_mean == 0.25
     assert f.top1_agreement == 0.5
+
+
+def test_scores_are_those_of_llama_cpp_s_perplexity_tool():
+    """Its definitions, written anew: KL of each prediction, probabilities of the token that comes next, top tokens."""
+    drawn = torch.Generator().manual_seed(3)
+    reference, other = (torch.randn(501, 20, generator=drawn, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    targets = torch.randint(20, (501,), generator=drawn)
+    f = Fidelity()
+    f.add(other.clone(), reference, reference.exp(), targets)
+    rows = [*zip(reference.tolist(), other.tolist(), targets.tolist(), strict=True)]
+    kl = np.array([sum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True)) for p, q, _ in rows])
+    changes = [math.exp(q[t]) - math.exp(p[t]) for p, q, t in rows]
+    assert f.dp == pytest.approx(changes) and min(changes) < 0 < max(changes)
+    assert f.dp_rms == pytest.approx(math.sqrt(sum(c * c for c in changes) / 501))
+    assert f.kl_quantile(0.5) == pytest.approx(sorted(kl)[250], rel=1e-5)
+    assert f.kl_quantile(0.999) == pytest.approx(np.quantile(kl, 0.999), rel=1e-4)
+    assert f.top1_agreement == sum(np.argmax(p) == np.argmax(q) for p, q, _ in rows) / 501
+    same = Fidelity()
+    same.add(reference, reference, reference.exp(), targets)
+    assert same.dp_rms == same.kl_quantile(0.999) == 0 and same.num_tokens == 501
 
 
 def test_the_worst_prediction_is_found_again(model):

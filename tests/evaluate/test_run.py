@@ -114,10 +114,25 @@ def test_the_worst_token_and_what_was_read_raw_stand_beside_the_mean(model, tmp_
         and worst["kl_worst"] == row["kl_worst"] > 32
     )
     assert row["kl_lost"] == sum(i["kl_lost"] for i in items.values()) / row["tokens"] < 0.1
+    assert 0 <= row["kl_median"] < row["kl_p99"] <= row["kl_p999"] <= row["kl_max"] * 1.03
+    assert row["dp_rms"] == pytest.approx(math.sqrt(sum(i["dp_squares"] for i in items.values()) / row["tokens"]))
+    assert found["32-bit"]["dp_rms"] == 0 < found["raw"]["dp_rms"] < 0.01 * row["dp_rms"]
     assert found["raw"]["read_raw"] == 1 and "read_raw" not in found["32-bit"]
     assert 0 < found["int8_centered"]["read_raw"] < row["read_raw"] < 1, "more newest tokens of kivi2 stay raw"
     decoded = run(model, tmp_path, schemes=["kivi2"], tasks=["decode"], context=250, new_tokens=10)["decode"]["kivi2"]
     assert 250 < decoded["kl_worst"] < 260 and 0 < decoded["read_raw"] < 1
+
+
+def test_items_of_before_have_no_token_probabilities_and_new_ones_are_added(model, tmp_path):
+    run(model, tmp_path, schemes=["int8"], windows=2)
+    for name in ("32-bit", "int8"):
+        path = tmp_path / "tiny-float32" / "fidelity" / f"{name}.json"
+        data = results.read(path)
+        for item in data["items"].values():
+            del item["dp_squares"]
+        path.write_text(results.dumps(data))
+    row = run(model, tmp_path, schemes=["int8"], windows=3)["fidelity"]["int8"]
+    assert row["windows"] == 3 and row["dp_rms"] is None and row["kl_p999"] > row["kl_median"] > 0
 
 
 def test_files_of_a_text_s_first_windows_are_not_mixed_with_spread_ones(model, tmp_path):
@@ -550,3 +565,19 @@ def test_a_result_of_another_value_than_its_sum_says_is_refused_and_files_withou
     assert lines[-1].startswith(' "sum":')
     path.write_text("\n".join(lines[:-1]).rstrip(",") + "\n}\n")
     assert results.read(path) == data
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_shows_figures_in_the_units_of_llama_cpp_beside_ours(model, tmp_path, monkeypatch, capsys, columns):
+    from kvbits.cli import eval as command
+    from kvbits.evaluate import shown
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    found = run(model, tmp_path, schemes=["int4"])
+    command._print(found, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    row = found["fidelity"]["int4"]
+    for figures in (("ppl", "kl_mean"), ("kl_median", "kl_p999", "top1_agreement", "dp_rms")):
+        cells = shown.table("fidelity", found["fidelity"], only=figures)[1][1][1:]
+        assert any(all(cell in line for cell in cells) for line in lines if "int4" in line)
+    assert max(map(len, lines)) <= columns and row["dp_rms"] > 0

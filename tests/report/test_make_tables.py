@@ -12,6 +12,7 @@ import make_tables as tables
 import pytest
 from run_files import outdated
 from speeds import gpu_speeds, in_words, kernel_groups
+from tails_file import tails_of
 
 from kvbits import schemes
 from kvbits.errors import SpecError
@@ -74,6 +75,7 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         ("docs/results/evaluation.md", lambda: tables.length_table(BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.chains_table(BENCHMARKS)),
         *(("docs/results/points.md", lambda i=i: tables.points_tables(BENCHMARKS)[i]) for i in range(6)),
+        *(("docs/results/points.md", lambda i=i: tables.tails_tables(BENCHMARKS)[i]) for i in range(2)),
     ],
     ids=[
         "numbers",
@@ -82,12 +84,29 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         "schemes",
         "lengths",
         "chains",
-        *(f"points-{n}" for n in ("kl", "chains", "peers", "decode", "texts", "answers")),
+        *(f"points-{n}" for n in ("kl", "chains", "peers", "decode", "texts", "answers", "tails", "units")),
     ],
 )
 def test_the_committed_tables_are_what_the_command_writes(file, made):
     text = (ROOT / file).read_text()
     assert tables.put_into(text, made()) == text, RUN
+
+
+def test_equal_tails_stand_side_by_side_and_the_newest_run_counts(tmp_path):
+    rows = [("r2", "klt4", 128, 4.7, 0.001), ("r1", "klt4", 128, 4.7, 0.9), ("r1", "klt4", 0, 4.5, 0.002)]
+    rows += [("r1", "nvfp4", 0, 4.6, 0.03), ("r1", "klt2", "own", 2.8, 0.01), ("r1", "klt2", 0, 2.4, 0.05)]
+    tails_of(tmp_path, rows)
+    tails_of(tmp_path, [("r1", "klt4", 0, 5.0, 0.004)], length=1024)
+    both, units = tables.tails_tables(tmp_path)
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in both.splitlines() if line.startswith("| ")]
+    assert len(cells[0]) == 2 + 2 * 3
+    at = "qwen2.5-coder-1.5b-instruct, 8,192"
+    assert [at, "`klt4`", "4.50", "0.00200", "4.70", "0.00100", "", ""] in cells
+    assert [at, "`klt2`", "2.40", "0.05000", "", "", "2.80", "0.01000"] in cells
+    assert [at, "`nvfp4`, simulated", "4.60", "0.03000", "", "", "", ""] in cells and len(cells) == 1 + 4
+    (only,) = (line for line in units.splitlines() if line.startswith("| qwen"))
+    assert all(v in only for v in ("`klt4`", "4.70", "0.00100", "0.000250", "0.050", "98.00%", "1.23%"))
+    assert "wiki.test" in both and "2027-01-02" in both
 
 
 def committed(name):

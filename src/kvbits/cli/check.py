@@ -181,9 +181,11 @@ def _word(passed: bool) -> str:
 def _line(o: dict[str, Any], limits: Limits) -> str:
     window, position = o["kl_worst"]
     return (
-        f"KL {o['kl_mean']:.5f} nats (at most {limits.kl:g}), worst {o['kl_max']:.3f} at token {position:,} of window"
+        f"KL {o['kl_mean']:.5f} nats (at most {limits.kl:g}), median {o['kl_median']:.5f}, 99.9th percentile"
+        f" {o['kl_p999']:.3f}, worst {o['kl_max']:.3f} at token {position:,} of window"
         f" {window}, {o['kl_lost']:.2%} of tokens above 1; perplexity {o['ppl']:.3f}, {o['ppl_change']:+.2%} (at most"
-        f" {limits.ppl_change:+.2%}); top-1 {o['top1_agreement']:.1%}, probability mass matched"
+        f" {limits.ppl_change:+.2%}); top-1 {o['top1_agreement']:.1%}, RMS change of the next token's probability"
+        f" {o['dp_rms']:.2%}, probability mass matched"
         f" {o['mass_matched']:.2%}, {o['bits_per_element']:.2f} bits; {o['tokens']:,} tokens, which read"
         f" {o['read_raw']:.0%} of their history in 16 bits"
     )

@@ -120,9 +120,10 @@ def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:
 
     things: list[Any] = []
     for task, rows in found.items():
-        columns, cells = shown.table(task, rows, narrow=True)
-        things.append(new_table(task, *columns))
-        for row in cells:
-            things[-1].add_row(*row)
+        for only in shown.NARROW.get(task, (None,)):
+            columns, cells = shown.table(task, rows, only=only)
+            things.append(new_table(task, *columns))
+            for row in cells:
+                things[-1].add_row(*row)
         things += [shown.LEGENDS[task]] if task in shown.LEGENDS else []
     show(*things, f"results in {out}; `kvbits report {out}` draws them")

@@ -35,7 +35,7 @@ from ..spec import CacheSpec, LayerGeometry, LayerGroup, Override, PerChannel, P
 from ..units import human_seconds, written_tokens
 from .attention import QUERIES, LayerInputs, measure, observe, statistics
 from .caches import CacheFactory, base_factory, factory
-from .fidelity import DECODING_CHUNK, Fidelity, compare, read_raw, seconds_per_token
+from .fidelity import DECODING_CHUNK, KL_QUANTILES, Fidelity, compare, read_raw, seconds_per_token
 from .settings import Limits
 
 KEY_OFFSET = 30.0
@@ -473,11 +473,12 @@ def _confirm(
             "ppl_base": reference,
             "ppl_change": sums[f.name].perplexity / reference - 1,
             "kl_mean": sums[f.name].kl_mean,
-            "kl_p99": sums[f.name].kl_p99,
+            **{name: sums[f.name].kl_quantile(q) for name, q in KL_QUANTILES.items()},
             "kl_max": sums[f.name].kl_max,
             "kl_worst": sums[f.name].kl_worst,
             "kl_lost": sums[f.name].num_lost / sums[f.name].num_tokens,
             "top1_agreement": sums[f.name].top1_agreement,
+            "dp_rms": sums[f.name].dp_rms,
             "mass_matched": 1 - sums[f.name].tvd_mean,
             "tokens": sums[f.name].num_tokens,
             "read_raw": shares[f.name],

@@ -7,6 +7,11 @@ own tokens are exact, so a long chunk flatters a cache (see `DECODING_CHUNK`). P
     perplexity = exp(mean(-log p(token)))
     KL         = sum_v p16(v) (log p16(v) - log p(v))            nats
     TVD        = 1/2 sum_v |p16(v) - p(v)|                       share of probability mass that moved
+    dp         = p(token) - p16(token)                           change of the probability of the token that comes next
+
+Over tokens, the median and the 99.9th percentile of KL, the share of equal top tokens and the root mean square of dp
+are the statistics of llama.cpp's `llama-perplexity --kl-divergence` ("Median KLD", "99.9% KLD", "Same top p", "RMS
+dp"). That tool scores the second half of each window alone, and its stored reference is rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ quarter of a page of 64. A pass of 128 always begins where the same tokens wait 
 """
 LOST = 1.0
 """Nats of KL from which on a prediction is a different one: a mean hides few of them."""
+KL_QUANTILES = {"kl_median": 0.5, "kl_p99": 0.99, "kl_p999": 0.999}
+"""Figures of a summary, with the share of tokens whose KL is at most that."""
 BINS_PER_OCTAVE = 32
 """Resolution of a stored KL histogram: 2.2 % of the value."""
 PROBED = 4
@@ -38,10 +45,14 @@ DRIFT_FROM = 512
 """First position of the first octave that `drift` looks at: before it most of what is read is still raw."""
 
 
+_PER_TOKEN = ("nlls", "kl", "tvd", "dp", "same")
+"""Scores of a token."""
+
+
 @dataclass
 class Fidelity:
-    """Scored tokens of one cache: `nlls`, `kl` and `tvd` hold one value per token, `same` whether its most likely token
-    is the 16-bit cache's, `places` the number of its text and its position there.
+    """Scored tokens of one cache: `nlls`, `kl`, `tvd` and `dp` hold one value per token, `same` whether its most likely
+    token is the 16-bit cache's, `places` the number of its text and its position there.
     """
 
     seconds: float = 0.0
@@ -49,9 +60,33 @@ class Fidelity:
     nlls: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     tvd: list[float] = field(default_factory=list)
+    dp: list[float] = field(default_factory=list)
     same: list[bool] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
     num_texts: int = 0
+
+    def add(
+        self, log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor, targets: torch.Tensor
+    ) -> None:
+        """Add the scores of tokens, all but their places.
+
+        Args:
+            log_p: log-probabilities float32 [n, vocabulary]; overwritten, unless they are `reference` itself.
+            reference: the 16-bit cache's.
+            p_reference: the same as probabilities.
+            targets: int64 [n], the tokens that come next.
+        """
+        own = log_p.gather(1, targets[:, None])[:, 0]
+        self.nlls += (-own).tolist()
+        if log_p is reference:
+            self.same += [True] * len(targets)
+            for values in (self.kl, self.tvd, self.dp):
+                values += [0.0] * len(targets)
+            return
+        self.same += (log_p.argmax(-1) == reference.argmax(-1)).tolist()
+        self.kl += divergence(log_p, reference, p_reference).tolist()
+        self.dp += (own.exp() - p_reference.gather(1, targets[:, None])[:, 0]).tolist()
+        self.tvd += ((p_reference - log_p.exp_()).abs_().sum(-1) / 2).tolist()
 
     @property
     def num_tokens(self) -> int:
@@ -71,10 +106,14 @@ class Fidelity:
         """Nats."""
         return sum(self.kl) / len(self.kl)
 
+    def kl_quantile(self, q: float) -> float:
+        """Nats; the `q` quantile over tokens, between two of them by a straight line."""
+        return torch.tensor(self.kl).quantile(q).item()
+
     @property
-    def kl_p99(self) -> float:
-        """Nats; 99th percentile over tokens."""
-        return torch.tensor(self.kl).quantile(0.99).item()
+    def dp_rms(self) -> float:
+        """Root mean square of `dp`, a share of 1."""
+        return math.sqrt(math.fsum(v * v for v in self.dp) / self.num_tokens)
 
     @property
     def kl_max(self) -> float:
@@ -106,19 +145,17 @@ class Fidelity:
             Fidelity(self.seconds / self.num_texts, self.num_timed // self.num_texts, num_texts=1)
             for _ in range(self.num_texts)
         ]
-        for nll, kl, tvd, same, (text, at) in zip(self.nlls, self.kl, self.tvd, self.same, self.places, strict=True):
-            one = found[text]
-            one.nlls.append(nll)
-            one.kl.append(kl)
-            one.tvd.append(tvd)
-            one.same.append(same)
-            one.places.append((0, at))
+        for values in zip(*(getattr(self, name) for name in _PER_TOKEN), self.places, strict=True):
+            *scores, (text, at) = values
+            for name, score in zip(_PER_TOKEN, scores, strict=True):
+                getattr(found[text], name).append(score)
+            found[text].places.append((0, at))
         return found
 
     def since(self, first: int) -> Fidelity:
         """Return its tokens at positions from `first` on."""
         kept = [i for i, (_, at) in enumerate(self.places) if at >= first]
-        parts = {name: [getattr(self, name)[i] for i in kept] for name in ("nlls", "kl", "tvd", "same", "places")}
+        parts = {name: [getattr(self, name)[i] for i in kept] for name in (*_PER_TOKEN, "places")}
         return Fidelity(self.seconds, self.num_timed, num_texts=self.num_texts, **parts)
 
     def record(self, start: int = 0) -> dict[str, Any]:
@@ -146,6 +183,7 @@ class Fidelity:
                 (p for p, same in zip(positions, self.same, strict=True) if not same), positions[-1] + 1
             ),
             "tvd": math.fsum(self.tvd),
+            "dp_squares": math.fsum(v * v for v in self.dp),
             "octaves": octaves(positions, self.kl, self.same),
             "kl_histogram": histogram(self.kl),
         }
@@ -260,7 +298,7 @@ def compare(
             log_p = torch.log_softmax(logits.flatten(0, 1).float(), -1)
             if reference is None or p_reference is None:
                 reference, p_reference = log_p, log_p.exp()
-            _score(result, log_p, reference, p_reference, targets.flatten())
+            result.add(log_p, reference, p_reference, targets.flatten())
             n = result.num_texts
             result.places += [(n + row, p) for row in range(len(ids)) for p in range(start + 1, end + 1)]
         on_tokens(end - start)
@@ -321,18 +359,3 @@ def _now(model: Any) -> float:
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _score(
-    result: Fidelity, log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor, targets: torch.Tensor
-) -> None:
-    """Add the scores of `targets` [n] under log-probabilities [n, vocabulary]."""
-    result.nlls += (-log_p.gather(1, targets[:, None])[:, 0]).tolist()
-    if log_p is reference:
-        result.same += [True] * len(targets)
-        result.kl += [0.0] * len(targets)
-        result.tvd += [0.0] * len(targets)
-        return
-    result.same += (log_p.argmax(-1) == reference.argmax(-1)).tolist()
-    result.kl += divergence(log_p, reference, p_reference).tolist()
-    result.tvd += ((p_reference - log_p.exp_()).abs_().sum(-1) / 2).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..units import human_bytes
@@ -11,11 +11,15 @@ from .paired import BOUNDS, points
 NAMES = {
     "ppl_change": "change",
     "kl_mean": "KL",
+    "kl_median": "median",
+    "kl_p99": "99 %",
+    "kl_p999": "99.9 %",
     "kl_max": "worst",
     "kl_lost": "> 1 nat",
     "bytes_held": "bytes",
     "tokens_per_s": "tokens/s",
     "top1_agreement": "top-1",
+    "dp_rms": "RMS dp",
     "drift": "per doubling",
     "key_bits": "key bits left",
     "value_bits": "value bits left",
@@ -24,20 +28,25 @@ NAMES = {
 _SHARES = ("top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "token_accuracy")
 FORMATS = {
     **dict.fromkeys(("ppl_change", "drift"), "+.2%"),
-    **dict.fromkeys(_SHARES, ".2%"),
+    **dict.fromkeys((*_SHARES, "dp_rms"), ".2%"),
     **dict.fromkeys(("kl_lost", "read_raw"), ".1%"),
-    **dict.fromkeys(("kl_mean", "kl_max"), ".3g"),
+    **dict.fromkeys(("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max"), ".3g"),
 }
 """Formats of figures that are not plain numbers."""
-NARROW = {
-    "fidelity": ("ppl", "ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held"),
-    "decode": ("ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held", "tokens_per_s"),
-    "replay": ("kl_mean", "kl_max", "kl_lost", "read_raw", "top1_agreement", "drift", "first_flip"),
+_THEIRS = ("kl_median", "kl_p999", "top1_agreement", "dp_rms")
+NARROW: dict[str, tuple[tuple[str, ...], ...]] = {
+    "fidelity": (("ppl", "ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held"), _THEIRS),
+    "decode": (("ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held", "tokens_per_s"), _THEIRS),
+    "replay": (("kl_mean", "kl_max", "kl_lost", "read_raw", "drift", "first_flip"), _THEIRS),
 }
-"""Columns shown on an 80-column terminal for tasks that read texts. Files and --json contain all of them."""
+"""Columns shown on an 80-column terminal for tasks that read texts: ours, then those of llama.cpp's perplexity tool.
+Files and --json contain all of them.
+"""
 _OF_KL = (
     "worst: the largest KL of a token, nats; > 1 nat: share of tokens whose KL is above; read raw: share of the tokens"
-    " attended to that were still 16-bit, mean over scored tokens and layers."
+    " attended to that were still 16-bit, mean over scored tokens and layers. As llama-perplexity --kl-divergence has"
+    " them: median and 99.9 %: of KL over tokens; top-1: share of equal top tokens; RMS dp: root mean square of the"
+    " change of the next token's probability."
 )
 _OF_PAIRS = (
     "difference: points more than the model's own cache has right (95 % interval); lost, gained: questions that only"
@@ -56,17 +65,17 @@ LEGENDS = {
 
 
 def table(
-    task: str, rows: Mapping[str, Mapping[str, Any]], *, narrow: bool = False
+    task: str, rows: Mapping[str, Mapping[str, Any]], *, only: Sequence[str] | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """Make (column names, rows) of summaries by cache.
 
     Args:
-        narrow: leave out what a terminal has no room for.
+        only: figures that are shown, where they are known; None for all.
     """
     names = dict.fromkeys(
         k for r in rows.values() for k, v in r.items() if k not in BOUNDS and not isinstance(v, dict | list)
     )
-    wanted = [n for n in (NARROW[task] if narrow and task in NARROW else names) if n in names]
+    wanted = [n for n in (names if only is None else only) if n in names]
     cells = [[cache, *(_cell(row, name) for name in wanted)] for cache, row in rows.items()]
     return ["cache", *(NAMES.get(n, n.replace("_", " ")) for n in wanted)], cells
 

@@ -79,13 +79,13 @@ class SimulatedLayer(DynamicLayer):
                     x[row, :, where.start + of : where.stop + of].unflatten(1, (len(starts), -1)).transpose(0, 1)
                     for x in exact
                 )
-                for to, x in zip(both, self._given_back(k, v, starts, pool), strict=True):
+                for to, x in zip(both, self.given_back(k, v, starts, pool), strict=True):
                     to[row, :, where] = x.transpose(0, 1).flatten(1, 2).to(to.dtype)
         kept = max(group.copied_pages, default=0) * size
         self.exact = tuple(x[:, :, max(0, x.shape[2] - kept) :] for x in exact)
         self.pages = due
 
-    def _given_back(
+    def given_back(
         self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray, pool: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [pages, heads, page_size, head_dim] as their pages in a pool give them back; the first

@@ -17,7 +17,7 @@ import torch
 from ...errors import SpecError
 from ...integrations.huggingface import KVCache
 from ..caches import CacheFactory, held_bytes
-from ..fidelity import DECODING_CHUNK, compare, drift, histogram_quantile, prefill, read_raw
+from ..fidelity import DECODING_CHUNK, KL_QUANTILES, compare, drift, histogram_quantile, prefill, read_raw
 from ..texts import spread_windows
 from . import Context, Record, Task
 
@@ -188,7 +188,10 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
         "tokens": tokens,
         "ppl": math.exp(total("nll") / tokens),
         "kl_mean": total("kl") / tokens,
-        "kl_p99": histogram_quantile(histogram, 0.99) if histogram.total() == tokens else None,
+        **{
+            name: histogram_quantile(histogram, q) if histogram.total() == tokens else None
+            for name, q in KL_QUANTILES.items()
+        },
         "kl_max": worst["kl_max"],
         "kl_worst": worst["kl_worst"],
         "kl_worst_window": window,
@@ -199,6 +202,8 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
         "tvd_mean": total("tvd") / tokens,
         "mass_matched": 1 - total("tvd") / tokens,
         "top1_agreement": total("top1_same") / tokens,
+        # items of before have no squares
+        "dp_rms": math.sqrt(total("dp_squares") / tokens) if all("dp_squares" in r for r in rows) else None,
         "tokens_per_s": total("num_timed") / total("seconds") if total("seconds") and alone else None,
         "bytes_held": max(r["bytes_held"] for r in rows),
     }
