@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..units import human_bytes
-from .paired import BOUNDS, points
+from .paired import AGREEMENT_BOUNDS, BOUNDS, points, share
 
 NAMES = {
     "ppl_change": "change",
@@ -21,7 +21,7 @@ NAMES = {
     "value_bits": "value bits left",
 }
 """Figures that are not called by their names."""
-_SHARES = ("top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "token_accuracy")
+_SHARES = ("top1_agreement", "mass_matched", "accuracy", "accuracy_base", "token_accuracy", "parsed")
 FORMATS = {
     **dict.fromkeys(("ppl_change", "drift"), "+.2%"),
     **dict.fromkeys(_SHARES, ".2%"),
@@ -33,8 +33,9 @@ NARROW = {
     "fidelity": ("ppl", "ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held"),
     "decode": ("ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held", "tokens_per_s"),
     "replay": ("kl_mean", "kl_max", "kl_lost", "read_raw", "top1_agreement", "drift", "first_flip"),
+    "tools": ("agreement", "parsed", "accuracy", "difference"),
 }
-"""What fits a terminal of 80 columns of the tasks that read texts; --json and the files have everything."""
+"""What fits a terminal of 80 columns; --json and the files have everything."""
 _OF_KL = (
     "worst: the largest KL of a token, nats; > 1 nat: share of tokens whose KL is above; read raw: share of the tokens"
     " attended to that were still 16-bit, mean over scored tokens and layers."
@@ -48,6 +49,10 @@ LEGENDS = {
     "decode": _OF_KL,
     "replay": f"{_OF_KL} per doubling: growth of KL when the position doubles, from 512 on; first flip: mean position.",
     **dict.fromkeys(("entities", "copying", "tracking", "ruler"), _OF_PAIRS),
+    "tools": (
+        "agreement: share of the calls that the 16-bit cache writes (95 % interval), of those of its calls that parse;"
+        f" accuracy: share of calls that are as users told. {_OF_PAIRS}"
+    ),
     "attention": (
         "bits left: how many bits of the numbers survive, 1/2 log2(variance / squared error), mean over layers and kv"
         " heads; not what is stored. worst layer: of the largest output error."
@@ -64,7 +69,10 @@ def table(
         narrow: leave out what a terminal has no room for.
     """
     names = dict.fromkeys(
-        k for r in rows.values() for k, v in r.items() if k not in BOUNDS and not isinstance(v, dict | list)
+        k
+        for r in rows.values()
+        for k, v in r.items()
+        if k not in (*BOUNDS, *AGREEMENT_BOUNDS) and not isinstance(v, dict | list)
     )
     wanted = [n for n in (NARROW[task] if narrow and task in NARROW else names) if n in names]
     cells = [[cache, *(_cell(row, name) for name in wanted)] for cache, row in rows.items()]
@@ -77,6 +85,8 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
         return points(dict(row))
     if value is None:
         return ""
+    if name == "agreement":
+        return share(dict(row))
     if name == "bytes_held":
         return human_bytes(value)
     if name in FORMATS:
