@@ -128,15 +128,13 @@ def main() -> None:
                 same[name].append(log_p[name].argmax(-1) == log_p[base].argmax(-1))
         between = float(torch.cat(kl["openvino f32"]).mean())
         assert between < SAME_MODEL, f"the two runtimes differ by {between} nats in float32: not the same model"
-        held = {
-            name: cache.nbytes if name.startswith("openvino") else held_bytes(cache) for name, cache in caches.items()
-        }
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in caches}
         for token in ids[args.length :].split(1):
             for name, feed in feeds.items():
                 began = time.process_time(), time.perf_counter()
                 feed(token)
                 seconds[name].append((time.process_time() - began[0], time.perf_counter() - began[1]))
+    held = {name: cache.nbytes if name.startswith("openvino") else held_bytes(cache) for name, cache in caches.items()}
     numbers = len(ids) * sum(g.num_kv_heads * (g.head_dim + g.value_head_dim) for g in ModelRef.of(model).layers)
     rows = []
     for name, base in lossless.items():

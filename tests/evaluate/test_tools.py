@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -204,37 +205,34 @@ def test_room_is_asked_for_before_a_model_runs():
     reason=f"needs SmolLM2-135M-Instruct: a folder of that name in KVBITS_MODELS, or {embedded.INSTALL}",
 )
 def test_calls_of_a_trained_model(tmp_path, monkeypatch):
-    """Raw pages write what the stock cache writes; two bits do not. A longer history holds the same questions."""
+    """Raw pages write what the stock cache writes, and the same questions come after a longer history."""
     monkeypatch.setattr(ToolsTask, "ASKED", 3)
     model, tokenizer = load_model(trained(), dtype="float32")
     options = Options(contexts=(1500,), repeats=1, chunk=256)
-
-    def measured(schemes):
-        return Evaluation(
-            name="smollm2", schemes=schemes, tasks=["tools"], texts=TEXTS, out=tmp_path, options=options
-        ).run(model, tokenizer, progress=False)["tools"]
-
-    found = measured(["raw", "kivi2"])
-    items = {
-        name: results.read(tmp_path / "smollm2-float32" / "tools" / f"{name}.json")["items"]
-        for name in ("32-bit", "raw")
-    }
-    task = load("tools")(Context(ModelRef.of(model), tokenizer, TEXTS, options))
-    (key,) = task.item_keys()
+    context = Context(ModelRef.of(model), tokenizer, TEXTS, options)
+    task, (key,) = load("tools")(context), load("tools")(context).item_keys()
     history, asked, wanted = task.item(key)
-    longer = load("tools")(Context(ModelRef.of(model), tokenizer, TEXTS, Options(contexts=(2500,)))).item(
-        "calls:2500:0"
-    )
+    longer = load("tools")(replace(context, options=Options(contexts=(2500,)))).item("calls:2500:0")
     assert 1300 < len(history) + len(asked[0]) <= 1500 < 2300 < len(longer[0]) + len(longer[1][0]) <= 2500
     assert longer[2] == wanted and [a.tolist() for a in longer[1]] == [a.tolist() for a in asked]
-    assert len(items["32-bit"][key]["calls"]) == 3 and any(items["32-bit"][key]["calls"]), "it writes calls"
-    assert [digest(call_of(text)) for text in items["raw"][key]["answer"]] == items["raw"][key]["calls"]
-    assert found["raw"]["agreement"] == 1 and found["raw"]["compared"] == sum(
-        call is not None for call in items["32-bit"][key]["calls"]
+    evaluation = Evaluation(
+        name="smollm2", schemes=["raw"], tasks=["tools"], texts=TEXTS, out=tmp_path, options=options
     )
-    assert (
-        found["raw"]["accuracy"]
-        == sum(call == digest(one) for call, one in zip(items["raw"][key]["calls"], wanted, strict=True)) / 3
+    found = evaluation.run(model, tokenizer, progress=False)["tools"]["raw"]
+    base, raw = (
+        results.read(tmp_path / "smollm2-float32" / "tools" / f"{name}.json")["items"][key]
+        for name in ("32-bit", "raw")
     )
-    columns, rows = shown.table("tools", found, narrow=True)
-    assert "100.0% (" in rows[1][columns.index("agreement")]
+    assert raw["answer"] == base["answer"] and all(raw["answer"])
+    calls = [call_of(text) for text in raw["answer"]]
+    assert raw["calls"] == list(map(digest, calls)) and found["parsed"] == sum(c is not None for c in calls) / 3
+    assert found["accuracy"] == sum(digest(c) == digest(one) for c, one in zip(calls, wanted, strict=True)) / 3
+    assert found.get("compared", 0) == sum(call is not None for call in base["calls"])
+
+
+def test_a_table_says_how_sure_an_agreement_is():
+    rows = {"32-bit": agreement([True] * 3) | {"parsed": 1.0}, "raw": agreement([True, True, False]), "none": {}}
+    columns, cells = shown.table("tools", rows, narrow=True)
+    at = columns.index("agreement")
+    assert re.fullmatch(r"66\.7% \(\d+\.\d% to \d+\.\d%\)", cells[1][at]) and cells[2][at] == ""
+    assert "agreement low" not in columns
