@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import string
+from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from kvbits import embedded
 
 ALPHABET = ["<unk>", "<bos>", "<eos>", *string.ascii_letters, *string.digits, *" .,:;'\n!?()-\"_=#[]*+/<>"]
 
@@ -46,3 +51,15 @@ def model(key_bias: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float
         bias.zero_()
         bias[:, 31] = bias[:, 63] = key_bias
     return found
+
+
+def trained() -> str | None:
+    """SmolLM2-135M-Instruct as a command takes it, or None where it is not here."""
+    folder = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models")) / "smollm2-135m-instruct"
+    if folder.is_dir():
+        return str(folder)
+    try:
+        importlib.metadata.distribution(embedded.PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return embedded.NAME

@@ -6,13 +6,11 @@ five times its KL.
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from tiny import trained
 
 from kvbits import embedded, schemes
 from kvbits.calibrate import calibrate_all, prompts_from_text
@@ -22,7 +20,6 @@ from kvbits.evaluate.texts import novel_end, novel_start, windows
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.models import load_model
 
-FOLDER = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models")) / "smollm2-135m-instruct"
 MEASURED = {"klt4": 0.00027, "klt3": 0.00145, "klt2": 0.0041}
 """KL in nats over the windows below, with 128 newest tokens raw and no copies, which would be all that is read; a change
 to what calibration or closing writes may take half as much more.
@@ -32,23 +29,12 @@ COPIED = 0.00041
 LENGTH = 640
 
 
-def model_name() -> str | None:
-    """SmolLM2-135M-Instruct, or None."""
-    if FOLDER.is_dir():
-        return str(FOLDER)
-    try:
-        importlib.metadata.distribution(embedded.PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return embedded.NAME
-
-
 @pytest.mark.skipif(
-    model_name() is None,
+    trained() is None,
     reason=f"needs SmolLM2-135M-Instruct: a folder of that name in KVBITS_MODELS, or {embedded.INSTALL}",
 )
 def test_kl_on_a_trained_model_stays_what_it_is():
-    model, tokenizer = load_model(model_name(), dtype="float32")
+    model, tokenizer = load_model(trained(), dtype="float32")
     prompts = prompts_from_text(tokenizer, novel_end().content, num_prompts=2, length=1024, batch_size=1)
     found = dict(zip(MEASURED, calibrate_all(model, prompts, list(MEASURED)), strict=True))
     caches = {"base": base_factory(model), "copied": factory(model, "klt2", calibration=lambda s: found["klt2"])} | {

@@ -26,7 +26,7 @@ class Evaluated(OfSchemes, InDtype):
     tasks: tuple[str, ...] = setting(
         ("fidelity",),
         "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, replay, attention, entities, copying,"
-        " tracking, ruler, humaneval, gsm8k, mmlu.",
+        " tracking, ruler, tools, humaneval, gsm8k, mmlu.",
         read=names_in,
         shown="fidelity",
     )

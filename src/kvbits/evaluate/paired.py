@@ -21,6 +21,8 @@ Z = 1.959964
 """Standard errors of a 95 % interval."""
 BOUNDS = ("difference_low", "difference_high")
 """Names of its ends, which `points` writes beside the difference."""
+AGREEMENT_BOUNDS = ("agreement_low", "agreement_high")
+"""Names of the ends of an agreement's interval, which `share` writes beside the agreement."""
 
 
 def paired(outcomes: Iterable[tuple[bool, bool]]) -> dict[str, Any]:
@@ -54,6 +56,27 @@ def paired_records(records: dict[str, dict[str, Any]], base: dict[str, dict[str,
     answered, too.
     """
     return paired((bool(records[k][name]), bool(base[k][name])) for k in records if k in base)
+
+
+def agreement(same: list[bool]) -> dict[str, Any]:
+    """Share of questions to which two caches give the same answer; nothing where there is no question.
+
+    Returns:
+        agreement, agreement_low, agreement_high: the share and its 95 % interval, that of `paired` against a cache that
+        agrees everywhere.
+        compared: questions.
+    """
+    if not same:
+        return {}
+    against = paired((one, True) for one in same)
+    ends = (min(1.0, 1 + against[end]) for end in BOUNDS)
+    return {"agreement": sum(same) / len(same), **dict(zip(AGREEMENT_BOUNDS, ends, strict=True)), "compared": len(same)}
+
+
+def share(summary: dict[str, Any]) -> str:
+    """Write an agreement with its interval, in percent; one without an interval alone."""
+    ends = [f"{summary[name]:.1%}" for name in AGREEMENT_BOUNDS if name in summary]
+    return f"{summary['agreement']:.2%}" if not ends else f"{summary['agreement']:.1%} ({' to '.join(ends)})"
 
 
 def points(summary: dict[str, Any]) -> str:

@@ -44,13 +44,19 @@ class Rows:
         self.model, self.cache = model, cache
         # on the host: what is padding is known without waiting for a GPU
         self.mask = torch.zeros(len(prompts), 0, dtype=torch.bool)
-        length = max(map(len, prompts))
-        ids = torch.stack([torch.cat([p.new_zeros(length - len(p)), p.cpu()]) for p in prompts])
-        real = torch.arange(length) >= length - torch.tensor([len(p) for p in prompts])[:, None]
+        self.logits = self.append(prompts, chunk)
+
+    @torch.no_grad()
+    def append(self, texts: Sequence[torch.Tensor], chunk: int) -> torch.Tensor:
+        """Logits [B, vocabulary] after the next tokens of each row, int64 [num_tokens], which end together."""
+        length = max(map(len, texts))
+        ids = torch.stack([torch.cat([t.new_zeros(length - len(t)), t.cpu()]) for t in texts])
+        real = torch.arange(length) >= length - torch.tensor([len(t) for t in texts])[:, None]
         start = 0
         for end in range((length - 1) % chunk + 1, length + 1, chunk):
-            self.logits = self.feed(ids[:, start:end], real[:, start:end])[:, -1]
+            logits = self.feed(ids[:, start:end], real[:, start:end])[:, -1]
             start = end
+        return logits
 
     @torch.no_grad()
     def feed(self, ids: torch.Tensor, real: torch.Tensor | None = None, *, keep: int = 1) -> torch.Tensor:
@@ -109,21 +115,67 @@ def generate(
     Args:
         draws: random numbers of each prompt's tokens, which are sampled with them (`sampled`); greedy, if not given.
     """
-    found: list[list[int]] = [[] for _ in prompts]
+    found: list[list[int]] = []
     for some in together(f, len(prompts)):
-        live = list(range(len(prompts)))[some]
-        cache = f.make(len(live), max(len(prompts[i]) for i in live) + new_tokens)
-        rows = Rows(model, cache, [prompts[i] for i in live], chunk)
-        logits = rows.logits
-        while live:
-            tokens = logits.argmax(-1).tolist() if draws is None else sampled(logits, [draws[i] for i in live])
-            for i, token in zip(live, tokens, strict=True):
-                found[i].append(token)
-            going = [r for r, i in enumerate(live) if len(found[i]) < new_tokens and not stop(found[i])]
-            live = [live[r] for r in going]
-            if live:
-                rows.select(going)
-                logits = rows.feed(torch.tensor([tokens[r] for r in going])[:, None])[:, -1]
+        mine = prompts[some]
+        cache = f.make(len(mine), max(map(len, mine)) + new_tokens)
+        rows = Rows(model, cache, mine, chunk)
+        found += _written(rows, rows.logits, new_tokens, stop, None if draws is None else draws[some])
+    return found
+
+
+def generate_forked(
+    model: Any,
+    f: CacheFactory,
+    prompts: Sequence[torch.Tensor],
+    continuations: Sequence[Sequence[torch.Tensor]],
+    new_tokens: int,
+    chunk: int,
+    stop: Callable[[list[int]], bool] = lambda tokens: False,
+) -> list[list[list[int]]]:
+    """Greedy tokens after each continuation of each prompt, as `generate` of a prompt and a continuation.
+
+    A prompt is fed once, and its sequence forked: continuations read it as stored. Caches that store padding get each
+    prompt again for each continuation.
+
+    Args:
+        continuations: int64 [num_tokens] each, at least one for each prompt.
+    """
+    pairs = [(b, c) for b, some in enumerate(continuations) for c in some]
+    found: list[list[list[int]]] = [[] for _ in prompts]
+    if f.stores_padding:
+        for b, c in pairs:
+            cache = f.make(1, len(prompts[b]) + len(c) + new_tokens)
+            rows = Rows(model, cache, [prompts[b]], chunk)
+            found[b] += _written(rows, rows.append([c], chunk), new_tokens, stop)
+        return found
+    rows = Rows(model, f.make(None, None), prompts, chunk)
+    rows.select([b for b, _ in pairs])
+    written = _written(rows, rows.append([c for _, c in pairs], chunk), new_tokens, stop)
+    for (b, _), tokens in zip(pairs, written, strict=True):
+        found[b].append(tokens)
+    return found
+
+
+def _written(
+    rows: Rows,
+    logits: torch.Tensor,
+    new_tokens: int,
+    stop: Callable[[list[int]], bool],
+    draws: Sequence[random.Random] | None = None,
+) -> list[list[int]]:
+    """Return the tokens that each row writes after `logits` [B, vocabulary]; arguments as those of `generate`."""
+    found: list[list[int]] = [[] for _ in logits]
+    live = list(range(len(logits)))
+    while live:
+        tokens = logits.argmax(-1).tolist() if draws is None else sampled(logits, [draws[i] for i in live])
+        for i, token in zip(live, tokens, strict=True):
+            found[i].append(token)
+        going = [r for r, i in enumerate(live) if len(found[i]) < new_tokens and not stop(found[i])]
+        live = [live[r] for r in going]
+        if live:
+            rows.select(going)
+            logits = rows.feed(torch.tensor([tokens[r] for r in going])[:, None])[:, -1]
     return found
 
 

@@ -60,7 +60,7 @@ class Options:
     new_tokens: int = setting(64, "decode, greedy, follow: tokens decoded; copying: copied.", tokens=1)
     contexts: tuple[int, ...] = setting(
         (1024, 2048),
-        "Retrieval, tracking, ruler (300 at least): tokens of a prompt; copying: tokens back.",
+        "Retrieval, tracking, ruler (300 at least), tools (2,000): tokens of a prompt; copying: tokens back.",
         read=_lengths,
         shown="1024,2048",
     )
@@ -70,7 +70,7 @@ class Options:
         read=_floats,
         shown="0,0.25,0.5,0.75,1",
     )
-    repeats: int = setting(1, "Prompts per length and depth, or kind.", least=1)
+    repeats: int = setting(1, "Prompts per length and depth, or kind; tools: histories, of ten calls each.", least=1)
     limit: int | None = setting(None, "Problems of a benchmark, drawn by the seed; all if not given.", least=1)
     shots: int | None = setting(
         None, "Worked examples before a question; the benchmark's usual number if not given.", least=0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..units import human_bytes
-from .paired import BOUNDS, points
+from .paired import AGREEMENT_BOUNDS, BOUNDS, points, share
 
 NAMES = {
     "ppl_change": "change",
@@ -25,7 +25,7 @@ NAMES = {
     "value_bits": "value bits left",
 }
 """Figures that are not called by their names."""
-_SHARES = ("top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "token_accuracy")
+_SHARES = ("top1_agreement", "mass_matched", "accuracy", "accuracy_base", "token_accuracy", "parsed")
 FORMATS = {
     **dict.fromkeys(("ppl_change", "drift"), "+.2%"),
     **dict.fromkeys((*_SHARES, "dp_rms"), ".2%"),
@@ -38,6 +38,7 @@ NARROW: dict[str, tuple[tuple[str, ...], ...]] = {
     "fidelity": (("ppl", "ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held"), _THEIRS),
     "decode": (("ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held", "tokens_per_s"), _THEIRS),
     "replay": (("kl_mean", "kl_max", "kl_lost", "read_raw", "drift", "first_flip"), _THEIRS),
+    "tools": (("agreement", "parsed", "accuracy", "difference"),),
 }
 """Columns shown on an 80-column terminal for tasks that read texts: ours, then those of llama.cpp's perplexity tool.
 Files and --json contain all of them.
@@ -57,6 +58,10 @@ LEGENDS = {
     "decode": _OF_KL,
     "replay": f"{_OF_KL} per doubling: growth of KL when the position doubles, from 512 on; first flip: mean position.",
     **dict.fromkeys(("entities", "copying", "tracking", "ruler"), _OF_PAIRS),
+    "tools": (
+        "agreement: share of the calls that the 16-bit cache writes (95 % interval), of those of its calls that parse;"
+        f" accuracy: share of calls that are as users told. {_OF_PAIRS}"
+    ),
     "attention": (
         "bits left: how many bits of the numbers survive, 1/2 log2(variance / squared error), mean over layers and kv"
         " heads; not what is stored. worst layer: of the largest output error."
@@ -73,7 +78,10 @@ def table(
         only: figures that are shown, where they are known; None for all.
     """
     names = dict.fromkeys(
-        k for r in rows.values() for k, v in r.items() if k not in BOUNDS and not isinstance(v, dict | list)
+        k
+        for r in rows.values()
+        for k, v in r.items()
+        if k not in (*BOUNDS, *AGREEMENT_BOUNDS) and not isinstance(v, dict | list)
     )
     wanted = [n for n in (names if only is None else only) if n in names]
     cells = [[cache, *(_cell(row, name) for name in wanted)] for cache, row in rows.items()]
@@ -86,6 +94,8 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
         return points(dict(row))
     if value is None:
         return ""
+    if name == "agreement":
+        return share(dict(row))
     if name == "bytes_held":
         return human_bytes(value)
     if name in FORMATS:

@@ -31,6 +31,7 @@ TASKS: dict[str, str] = {
     "copying": "recall:CopyingTask",
     "tracking": "tracking:TrackingTask",
     "ruler": "ruler:RulerTask",
+    "tools": "tools:ToolsTask",
     "humaneval": "humaneval:HumanEvalTask",
     "gsm8k": "questions:Gsm8kTask",
     "mmlu": "questions:MmluTask",

@@ -93,9 +93,13 @@ class PartsTask(Task):
         kinds: dict[str, dict[str, Record]] = {}
         for key, record in records.items():
             kinds.setdefault(key.rsplit(":", 1)[0], {})[key] = record
-        return parts_summary(records, base) | {
-            "by_kind": {kind: parts_summary(some, base) for kind, some in kinds.items()}
+        return self.figures(records, base) | {
+            "by_kind": {kind: self.figures(some, base) for kind, some in kinds.items()}
         }
+
+    def figures(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
+        """Figures of some items, as `summary`."""
+        return parts_summary(records, base)
 
 
 def parts_summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
