@@ -657,11 +657,11 @@ def test_calibrations_that_a_format_never_reads_are_refused(model, monkeypatch, 
 
 @pytest.mark.parametrize(
     ("form", "running", "share", "copied"),
-    [("klt4", 8, None, 8), ("klt4", None, None, 68), ("klt4", None, 0.5, 682), ("klt2", None, None, 48)],
+    [("klt4", 8, None, 8), ("klt4", None, None, 51), ("klt4", None, 0.5, 512), ("klt2", None, None, 48)],
 )
 def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypatch, form, running, share, copied):
-    """A share of it, if so many requests can run: of two layers, and each request's newest two pages and the first: two
-    heads of 64 keys and values in float32. klt2 also has nine pages of klt4.
+    """A share of it, if so many requests can run: of two layers, and each request's newest three pages, in klt2 two,
+    and the first: two heads of 64 keys and values in float32. klt2 also has nine pages of klt4.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
@@ -682,7 +682,7 @@ def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypat
         "layer_info": types.SimpleNamespace(num_effective_layers=2),
     }
     configurator = types.SimpleNamespace(**fields, kv_cache_dtype=torch.float32)
-    memory, of_request = 1 << 29, 2 * 3 * 64 * 2 * (64 + 64) * 4
+    memory, of_request = 1 << 29, 2 * (4 if form == "klt4" else 3) * 64 * 2 * (64 + 64) * 4
     if form == "klt2":
         of_request += 2 * 9 * options.FORMATS["kvbits_klt4"].layout(2, 64, 64, "float32").page_size_bytes
     assert copied in (running, int(memory * (share or 0.05)) // of_request)

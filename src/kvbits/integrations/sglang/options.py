@@ -161,7 +161,7 @@ def options_of(form: Format) -> Options:
         given = json.loads(text)
     except ValueError:
         given = text
-    return checked(Options, given, "KVBITS_SGLANG", form.calibrated, "" if form.calibrated else form.name)
+    return checked(Options, given, "KVBITS_SGLANG", form.raw_newest, "" if form.calibrated else form.name)
 
 
 def calibration_of(form: Format, server_args: Any) -> Model:

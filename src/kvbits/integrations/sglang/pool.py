@@ -10,7 +10,7 @@ import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from ...errors import UnsupportedError
+from ...errors import UnsupportedError, counted
 from ...spec import PageLayout
 from ..engine.call import RAW_DTYPES
 from ..engine.served import FORMATS, PAGE_SIZE, Format, copied_requests
@@ -123,7 +123,7 @@ def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
     logger.info(
         "copies of up to %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without them"
         " is read packed",
-        copied,
+        counted(copied, "request"),
         copied * of_request / 1e9,
         found / 1e9,
         of_request / 1e6,
