@@ -62,6 +62,7 @@ SETTINGS = {
     "context_length": 1024,
     "log_level": "error",
 }
+HOST = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0}
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}
 
 
@@ -316,6 +317,30 @@ def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, ca
 
 
 @pytest.mark.parametrize(
+    ("backend", "more"),
+    [
+        ("kvbits_int8_centered", {}),
+        pytest.param("kvbits_int8_centered", {"hicache_write_policy": "write_back"}, marks=pytest.mark.night),
+        pytest.param("kvbits_klt4", {"hicache_io_backend": "direct"}, marks=pytest.mark.night),
+    ],
+)
+def test_answers_behind_pages_of_host_memory_are_equal(model, engine, calibration, backend, more):
+    """Chats of eight users, of which the pool holds three: SGLang's controller writes pages to host memory and loads
+    them again. Where pages have no copies, numbers are those of the first time.
+    """
+    kvbits = {"calibration": calibration("llama", "klt4").path, "raw_newest": 0} if backend == "kvbits_klt4" else {}
+    llm = engine("llama", backend, kvbits, max_total_tokens=1024, **HOST, **more)
+    prompts, found = [random_ids(300, n) for n in range(8)], []
+    first = [generate(llm, [p])[0] for p in prompts]
+    for prompt, before in zip(prompts, first, strict=True):
+        output = llm.generate(input_ids=prompt, sampling_params=sampling(24), return_logprob=True)
+        tokens, logprobs, cached = read(output)
+        assert cached == 256 and tokens == before[0] and torch.equal(logprobs, before[1])
+        found.append(output["meta_info"]["cached_tokens_details"]["host"])
+    assert sum(found) > 4 * 256
+
+
+@pytest.mark.parametrize(
     "mixed", [pytest.param(False, marks=pytest.mark.night, id="overlap"), pytest.param(True, id="mixed")]
 )
 def test_steps_that_overlap_or_are_of_prompts_and_single_tokens(model, engine, calibration, mixed):
@@ -528,7 +553,7 @@ def test_a_step_has_as_many_drafts_as_attention_takes(model):
             {"kv_cache_dtype": "fp8_e4m3"},
             "--kv-cache-dtype fp8_e4m3 is not served by kvbits' attention backend: the format is the backend's name",
         ),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True is not served"),
+        (HOST | {"hicache_storage_backend": "file"}, "--hicache-storage-backend file is not served"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill is not served"),
         ({"pp_size": 2}, "--pp-size 2 is not served"),
         ({"cuda_graph_backend_prefill": "breakable"}, "prompts in captured graphs"),

@@ -28,7 +28,7 @@ from ..engine.step import Placer, Step
 from ..rotary import layers_of
 from .flash import flash_for
 from .options import accuracy_of, calibration_of, options_of
-from .pool import KVBitsPool
+from .pool import KVBitsPool, page_of
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,7 @@ class KVBitsBackend(AttentionBackend):
             return
         if mode not in (self._mode, ForwardMode.EXTEND):
             raise UnsupportedError(f"kvbits' attention backend does not run steps of {mode!r}")
+        self._forget_loaded()
         requests = forward_batch.req_pool_indices.long()
         table = (self._req_to_token[requests, ::PAGE_SIZE] // PAGE_SIZE).int()
         lens, slots = forward_batch.seq_lens.int(), forward_batch.out_cache_loc.long()
@@ -175,6 +176,12 @@ class KVBitsBackend(AttentionBackend):
                 np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu)
             )
             self._step.prefills = prefills(self._calls, query_lens, seq_lens, table, self._placer.copies)
+
+    def _forget_loaded(self) -> None:
+        """Drop copies that past owners of pages left, where HiCache loaded others' tokens since."""
+        if self._placer.copies and self._pool.loaded:
+            self._placer.copies.forget(page_of(torch.cat(self._pool.loaded)))
+        self._pool.loaded.clear()
 
     def _give_rings(self) -> None:
         """To requests that run, from those that ended: SGLang frees their rows of `req_to_token`.
@@ -209,9 +216,7 @@ class KVBitsBackend(AttentionBackend):
             )
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
-        self._layers[layer.layer_id].run(
-            self._step, q, k, v, out, self._pool.pages[layer.layer_id - self._pool.start_layer]
-        )
+        self._layers[layer.layer_id].run(self._step, q, k, v, out, self._pool.pages_of(layer.layer_id))
         return out.flatten(1)
 
     forward_decode = forward_extend

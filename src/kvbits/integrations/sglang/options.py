@@ -29,10 +29,13 @@ NAMES = (*FORMATS, AUTO)
 _CHOICES = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 REQUESTS = 4096
 """Requests that SGLang runs at once at most, where --max-running-requests is not said."""
+HOST_LAYOUT = "layer_first"
+"""SGLang's name for how pages lie in host memory, the only way."""
 NOT_RUN = {
     "kv_cache_dtype": ("auto", "the format is the backend's name"),
     "disaggregation_mode": ("null", "transfers send keys and values apart"),
-    "enable_hierarchical_cache": (False, "host tiers copy keys and values apart"),
+    "hicache_storage_backend": (None, "storage backends copy keys and values apart"),
+    "enable_unified_cache_external_linker": (False, "storage backends copy keys and values apart"),
     "enable_lmcache": (False, "LMCache copies keys and values apart"),
     "enable_flexkv": (False, "FlexKV copies keys and values apart"),
     "enable_hisparse": (False, "it copies keys and values apart"),
@@ -115,6 +118,8 @@ def resolve(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, "kvbits", page_size=PAGE_SIZE)
     if view.speculative_algorithm and view.speculative_num_draft_tokens is None:
         declare_resolution(server_args, "kvbits", speculative_num_draft_tokens=MAX_QUERIES)
+    if view.enable_hierarchical_cache:
+        declare_resolution(server_args, "kvbits", hicache_mem_layout=HOST_LAYOUT)
     options_of(form)  # refused here, before a model is loaded
 
 
@@ -210,6 +215,8 @@ def refuses(form: Format, options: Any) -> str | None:
             f"--json-model-override-args {given}: {form.name} turns keys as config.json says; write it there, or use"
             " kvbits_int8_centered"
         )
+    if options.enable_hierarchical_cache and (why_not := releases.CONTRACT.refuses(releases.HOST)):
+        return why_not
     if not options.speculative_algorithm:
         return None
     return releases.CONTRACT.refuses(releases.DRAFTS) or refuses_drafts(options)

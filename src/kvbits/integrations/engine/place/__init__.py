@@ -86,12 +86,17 @@ class Copies:
     head: torch.Tensor
     head_table: torch.Tensor
 
-    def forget(self, blocks: list[int]) -> None:
-        """These blocks begin a new life, and what copies they had are of their past one."""
-        known = len(self.formats[0].where)
-        own = upload(np.array([block for block in blocks if block < known], np.int64), self.packed.device)
+    def forget(self, blocks: list[int] | torch.Tensor) -> None:
+        """These blocks begin a new life, and what copies they had are of their past one.
+
+        Args:
+            blocks: numbers; those past the pool's are nobody's. Or int64 [n], all of the pool's.
+        """
+        if not isinstance(blocks, torch.Tensor):
+            known = len(self.formats[0].where)
+            blocks = upload(np.array([block for block in blocks if block < known], np.int64), self.packed.device)
         for f in self.formats:
-            f.where.index_fill_(0, own, -1)
+            f.where.index_fill_(0, blocks.to(self.packed.device), -1)
 
     @classmethod
     def empty(
