@@ -467,7 +467,7 @@ def test_accepted_tokens_are_where_they_belong():
 
 @pytest.mark.night
 def test_a_server_started_from_the_command_line(model):
-    """`python -m sglang.launch_server`, asked over HTTP."""
+    """`python -m sglang.launch_server`, asked over HTTP, with metrics."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -492,6 +492,7 @@ def test_a_server_started_from_the_command_line(model):
         str(port),
         "--log-level",
         "error",
+        "--enable-metrics",
     ]
     server = subprocess.Popen(
         command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
@@ -512,6 +513,18 @@ def test_a_server_started_from_the_command_line(model):
         )
         result = read(json.loads(urllib.request.urlopen(request, timeout=120).read()))
         check(model("llama")[0], scheme_of("kvbits_int8_centered"), prompt, result, backend="auto")
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode().splitlines()
+        (line,) = [x for x in metrics if x.startswith("sglang:kvbits_cache_info{")]
+        bits = options.FORMATS["kvbits_int8_centered"].layout(2, 64, 64, "float32").bits_per_element
+        for fact in (
+            'format="kvbits_int8_centered"',
+            f'bits="{bits:.2f}"',
+            'tokens="4096"',
+            f'times_bf16="{16 / bits:.2f}"',
+            'measured=""',
+        ):
+            assert fact in line
+        assert float(line.rsplit(" ", 1)[1]) == 1
     finally:
         server.terminate()
         server.wait(60)

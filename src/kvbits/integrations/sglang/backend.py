@@ -18,16 +18,18 @@ from sglang.srt.runtime_context import get_parallel
 from ...errors import UnsupportedError
 from ...later import upload
 from ...quant.rotary import turn_by
+from ..engine.calibrated import accuracy
 from ..engine.call import call_for
 from ..engine.decode import Decode
 from ..engine.layer import Layer
+from ..engine.metrics import publish
 from ..engine.prefill import prefills, scratch_for
 from ..engine.rings import Rings
 from ..engine.served import FORMATS, PAGE_SIZE
 from ..engine.step import Placer, Step
 from ..rotary import layers_of
 from .flash import flash_for
-from .options import accuracy_of, calibration_of, options_of
+from .options import calibration_of, model_of, options_of
 from .pool import KVBitsPool, page_of
 
 logger = logging.getLogger(__name__)
@@ -97,15 +99,24 @@ class KVBitsBackend(AttentionBackend):
         )
         self._slots = torch.zeros(self._requests * self._num_queries, dtype=torch.int64, device=self._device)
         if get_parallel().tp_rank == 0:
-            share = pool.layout.head_bytes / PAGE_SIZE / (2 * (pool.layout.head_dim + pool.layout.value_head_dim))
-            logger.info(
-                "%s: %.2f bits with scales; %s tokens fit, %.2f times as many as of bf16; %s",
-                name,
-                16 * share,
-                f"{pool.size:,}",
-                1 / share,
-                accuracy_of(pool.form, args),
-            )
+            self._announce(name, args)
+
+    def _announce(self, name: str, args: Any) -> None:
+        """Say in the log and, if it has some, in the engine's metrics what the format holds and costs."""
+        bits, tokens, model = self._pool.layout.bits_per_element, self._pool.size, model_of(args)
+        times, cost = 16 / bits, accuracy(model, name)
+        logger.info(
+            "%s: %.2f bits with scales; %s tokens fit, %.2f times as many as of bf16; %s",
+            name,
+            bits,
+            f"{tokens:,}",
+            times,
+            cost,
+        )
+        if args.enable_metrics:
+            from prometheus_client import Gauge  # which reads SGLang's environment
+
+            publish(Gauge, "sglang", model, name, bits=bits, tokens=tokens)
 
     def _layer(self, layer: RadixAttention) -> Layer:
         for what, there in (

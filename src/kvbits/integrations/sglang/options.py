@@ -17,7 +17,7 @@ from ...geometry import has_key_bias, layer_geometries, load_config, only_dense
 from ...model_ref import ModelRef
 from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.automatic import AUTO, beside_weights, choose
-from ..engine.calibrated import Model, accuracy, place, read
+from ..engine.calibrated import Model, place, read
 from ..engine.call import RAW_DTYPES
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
@@ -138,8 +138,7 @@ def chosen(server_args: Any) -> str:
         raise UnsupportedError(f"--attention-backend {AUTO} needs --max-running-requests; pass it, or a format")
     if (total := get_device_memory_capacity(view.device)) is None:  # MiB
         raise UnsupportedError(f"SGLang does not say how much memory {view.device} has; name a format")
-    name = place(view.model_path, view.revision, ["*.json"])
-    ref = ModelRef(name, load_config(name))  # SGLang writes into its own
+    ref = model_of(view)
     layers = [dataclasses.replace(g, sliding_window=None) for g in ref.layers]  # one pool has all tokens of all layers
     found, why = choose(
         ref,
@@ -183,10 +182,10 @@ def calibration_of(form: Format, server_args: Any) -> Model:
     return read(options, lambda: name, config, scheme, device=server_args.device, way_out=way_out)
 
 
-def accuracy_of(form: Format, server_args: Any) -> str:
-    """One clause on what a format costs the served model, as far as it was measured."""
-    config = load_config(place(server_args.model_path, server_args.revision, ["*.json"]))  # SGLang writes into its own
-    return accuracy(server_args.model_path, server_args.revision, config, form.name)
+def model_of(server_args: Any) -> ModelRef:
+    """Return the served model, with the configuration that Transformers has: SGLang writes into its own."""
+    name = place(server_args.model_path, server_args.revision, ["*.json"])
+    return ModelRef(name, load_config(name))
 
 
 def refuses(form: Format, options: Any) -> str | None:
