@@ -81,7 +81,8 @@ def shape(r: dict[str, Any]) -> str:
     if r["mode"] == "prefill":
         return f"{r['context']:,}"
     if r["mode"] == "drafts":
-        return f"{r['batch']} x {r['context']:,}, {r['load']['count'] or ''} {r['load']['drafts']}"
+        drafts = f"{r['load']['count']} of {r['load']['drafts']}" if r["load"]["count"] else "none"
+        return f"{r['batch']} x {r['context']:,}, {drafts}"
     kept = " (highest)" if r.get("highest") else "" if r.get("held", True) else " (too many)"
     return f"{r['batch']:g}{kept}"
 
