@@ -7,6 +7,7 @@
     python benchmarks/bench_serve_vllm.py goodput --kv-cache-dtype kvbits_int8_centered --tpot-limit 50 --ttft-limit
     2000
     python benchmarks/bench_serve_vllm.py turns   --kv-cache-dtype kvbits_int8_centered --users 16 32 64
+    python benchmarks/bench_serve_vllm.py drafts  --kv-cache-dtype kvbits_klt4 --model MODEL --draft DRAFT
 
 One process measures one dtype and adds its rows to `--out`; ratios are of rows of one session on one machine
 (environment variable KVBITS_SESSION, set by all_gpu.py). Each row says vLLM's compilation mode: 0 is without
@@ -28,7 +29,11 @@ a first token, or its percentile cannot hold any more; answers under way then co
 Chats that fit are in the cache when the clock starts. A row for each number of users: the share of prompt tokens that
 vLLM found in its cache, first tokens, tokens a second.
 
-Keys in a calibrated basis (kvbits_klt4 ..) get a random orthogonal one. `decode` fills pages past the plugin, so it
+`drafts` continues windows of a text with a real model: with no drafts, with n-grams of the prompt, and with `--draft`
+(a model of the same vocabulary), `--speculate` of them a step (3). A row for each says the share of drafts that was
+accepted, tokens a step, and tokens a second while all sequences decode. `table_serve_vllm.py` shows them beside bf16.
+
+Keys in a calibrated basis (kvbits_klt4 ..) of random weights get a random orthogonal one. `decode` fills pages past the plugin, so it
 reads their history packed and only the tokens of its own steps raw; with `--prefill` raw copies are those of a server.
 On a CPU all of it runs in the environment of tests/integrations/run_vllm_cpu.sh, with `--geometry tiny`.
 """
@@ -136,10 +141,10 @@ def random_bases(model: Path, kv_cache_dtype: str) -> dict[str, Any]:
 
 
 def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, captured: list[int], **more: Any) -> Any:
-    """`vllm.LLM` with dummy weights."""
-    model, given = model_directory(args.geometry, args.layers), json.loads(args.engine)
+    """`vllm.LLM`, with dummy weights unless `--model` has some."""
+    model, given = args.model or model_directory(args.geometry, args.layers), json.loads(args.engine)
     options: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": "auto" if args.model else "dummy",
         "skip_tokenizer_init": True,
         "seed": 0,
         "kv_cache_dtype": "auto" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype,
@@ -149,7 +154,7 @@ def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, capt
         "enable_prefix_caching": False,
     }
     asked = given.get("additional_config", {})
-    if bases := random_bases(model, args.kv_cache_dtype):
+    if not args.model and (bases := random_bases(model, args.kv_cache_dtype)):
         given["additional_config"] = asked | {"kvbits": bases["kvbits"] | asked.get("kvbits", {})}
     if not torch.cuda.is_available():
         import vllm_cpu
@@ -512,6 +517,71 @@ def run_turns(args: argparse.Namespace) -> None:
         keep(args, llm, found)
 
 
+def run_drafts(args: argparse.Namespace) -> None:
+    from accuracy_serve_vllm import close, windows
+
+    shapes, count = [tuple(map(int, s.split("x"))) for s in args.shapes or ["8x1024"]], args.speculate or 3
+    args.speculate, args.geometry = None, args.model.name  # said by each row's load
+    ngram = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    kinds = {"none": None, "ngram": ngram} | (
+        {args.draft.name: {"method": "draft_model", "model": str(args.draft)}} if args.draft else {}
+    )
+    for name, config in kinds.items():
+        width = 1 + (count if config else 0)
+        more = {"speculative_config": config | {"num_speculative_tokens": count}} if config else {}
+        most = max(b for b, _ in shapes)
+        captured = sorted({width * b for b, _ in shapes})
+        llm = engine(args, max(c for _, c in shapes) + args.answer + 8, most, captured, disable_log_stats=False, **more)
+        for batch, context in shapes:
+            texts = windows(args.model, args.text, batch, context)
+            before = accepted_of(llm)
+            rate, steps = continued(llm, texts, args.answer)
+            steps_drafted, drafted, accepted = (b - a for a, b in zip(before, accepted_of(llm), strict=True))
+            load = {"drafts": name, "count": width - 1, "text": args.text, "answer": args.answer}
+            found = row(
+                args,
+                "drafts",
+                batch,
+                context,
+                load=load,
+                acceptance=round(accepted / drafted, 4) if drafted else None,
+                tokens_per_step=round(1 + accepted / steps_drafted, 3) if steps_drafted else 1,
+                tokens_per_s=round(rate, 1),
+                steps=steps,
+                capacity_tokens=capacity(llm),
+            )
+            keep(args, llm, found)
+        close(llm)
+
+
+def accepted_of(llm: Any) -> tuple[int, int, int]:
+    """Steps of a sequence that had drafts, drafts, and those that were accepted, since the engine began."""
+    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    drafts, drafted, accepted = (int(found.get(f"vllm:spec_decode_{name}", 0)) for name in names)
+    return drafts, drafted, accepted
+
+
+def continued(llm: Any, prompts: list[list[int]], answer: int) -> tuple[float, int]:
+    """Tokens a second of all sequences, from the step in which the last of them began to decode until one ends, and how
+    many steps that took.
+    """
+    core, made = llm.llm_engine, dict[str, int]()
+    for i, prompt in enumerate(prompts):
+        core.add_request(f"{i}-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, params(answer))
+    marks: list[tuple[float, int]] = []
+    while core.has_unfinished_requests():
+        outputs = core.step()
+        for o in outputs:
+            made[o.request_id] = len(o.outputs[0].token_ids)
+        if len(made) == len(prompts) and max(made.values()) < answer:
+            marks.append((time.perf_counter(), sum(made.values())))
+    if len(marks) < 3:
+        raise SystemExit(f"only {len(marks)} steps had all {len(prompts)} sequences; raise --answer")
+    (start, first), (end, last) = marks[0], marks[-1]
+    return (last - first) / (end - start), len(marks) - 1
+
+
 def row(args: argparse.Namespace, mode: str, batch: float, context: int, **found: Any) -> dict[str, Any]:
     numbers = {"step_ms": None, "tokens_per_s": None, "capacity_tokens": None, "ttft_ms": None, "tpot_p99_ms": None}
     shape = {
@@ -543,7 +613,7 @@ def how_compiled(llm: Any) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("what", choices=["decode", "prefill", "goodput", "turns"])
+    found.add_argument("what", choices=["decode", "prefill", "goodput", "turns", "drafts"])
     found.add_argument("--kv-cache-dtype", required=True, help="bf16, fp8, int8_per_token_head, kvbits_int8, ..")
     found.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     found.add_argument("--layers", type=int, help="fewer than the geometry has; rows say so")
@@ -557,7 +627,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--engine", default="{}", help="more options of the engine, JSON")
     found.add_argument("--out", type=Path, default=OUT)
-    found.add_argument("--shapes", nargs="*", default=[], help="decode: BATCHxCONTEXT ..")
+    found.add_argument("--shapes", nargs="*", default=[], help="decode, drafts: BATCHxCONTEXT ..")
     found.add_argument(
         "--largest", type=int, default=0, help="decode: context at which the largest batch that fits is measured"
     )
@@ -576,7 +646,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--profile", action="store_true", help="decode: afterwards, which kernels a step's microseconds go to"
     )
-    found.add_argument("--speculate", type=int, help="decode: drafts of each sequence in a step")
+    found.add_argument("--speculate", type=int, help="decode, drafts: drafts of each sequence in a step")
+    found.add_argument("--model", type=Path, help="drafts: a folder of a model with its tokenizer")
+    found.add_argument("--draft", type=Path, help="drafts: one of a smaller model with the same vocabulary")
+    found.add_argument("--text", default="novel", help="drafts: see kvbits.evaluate.texts")
+    found.add_argument("--answer", type=int, default=256, help="drafts: tokens that each sequence is continued by")
     found.add_argument("--prompts", type=int, nargs="*", default=[8192, 65536])
     found.add_argument(
         "--answer-tokens",
@@ -643,7 +717,10 @@ def main() -> None:
         args.layers, args.memory, args.what = 1, 0.06, "decode"
         run_decode(args)
         return
-    {"decode": run_decode, "prefill": run_prefill, "goodput": run_goodput, "turns": run_turns}[args.what](args)
+    if args.what == "drafts" and args.model is None:
+        raise SystemExit("drafts of random weights are never right; pass --model")
+    modes = {"decode": run_decode, "prefill": run_prefill, "goodput": run_goodput, "turns": run_turns}
+    (modes | {"drafts": run_drafts})[args.what](args)
 
 
 if __name__ == "__main__":

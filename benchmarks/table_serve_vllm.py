@@ -59,8 +59,20 @@ COLUMNS = {
         ("turns", "turns"),
         ("capacity_tokens", "capacity, tokens"),
     ),
+    "drafts": (
+        ("acceptance", "drafts accepted"),
+        ("tokens_per_step", "tokens a step"),
+        ("tokens_per_s", "tokens/s"),
+        ("capacity_tokens", "capacity, tokens"),
+    ),
 }
-SHAPES = {"decode": "batch x context", "prefill": "prompt", "goodput": "requests/s sent", "turns": "users"}
+SHAPES = {
+    "decode": "batch x context",
+    "prefill": "prompt",
+    "goodput": "requests/s sent",
+    "turns": "users",
+    "drafts": "batch x context, drafts a step",
+}
 
 
 def shape(r: dict[str, Any]) -> str:
@@ -68,6 +80,9 @@ def shape(r: dict[str, Any]) -> str:
         return f"{r['batch']} x {r['context']:,}" + (" (largest)" if r.get("largest") else "")
     if r["mode"] == "prefill":
         return f"{r['context']:,}"
+    if r["mode"] == "drafts":
+        drafts = f"{r['load']['count']} of {r['load']['drafts']}" if r["load"]["count"] else "none"
+        return f"{r['batch']} x {r['context']:,}, {drafts}"
     kept = " (highest)" if r.get("highest") else "" if r.get("held", True) else " (too many)"
     return f"{r['batch']:g}{kept}"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvbits.spec as spec_module
 from kvbits.errors import KvbitsError, SpecError
-from kvbits.schemes import PRESETS, fitted
+from kvbits.schemes import PRESETS, fitted, get
 from kvbits.spec import (
     FORMATS,
     CacheSpec,
@@ -234,6 +234,10 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
         (
             lambda: Override(layers=(0,), key=PRESETS["klt4"].key, value=QuantSpec(outliers=0.01)),
             ["int8 values with outliers=0.01"],
+        ),
+        *(
+            (lambda name=name: get("klt2", **{name: None}), [f"{name}=None", f"a tuple of {kind}", f"{name}=()"])
+            for name, kind in (("copies", "Copies"), ("tiers", "Tier"), ("overrides", "Override"))
         ),
         (lambda: Scheme(name="a/b", key=RAW, value=RAW), ["name='a/b'", "without '/' and zero bytes", "'mine'"]),
         (lambda: Scheme(name="a\0b", key=RAW, value=RAW), [r"name='a\x00b'", "without '/' and zero bytes"]),

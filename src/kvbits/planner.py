@@ -505,9 +505,10 @@ def vllm_rings(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> list[tup
             forms.append(FORMATS[scheme])
         else:
             copies = scheme.copies_of(*scheme.for_layer(i, len(layouts)))
-            forms.append(Format(name=scheme.name, scheme=scheme, copies=copies))
-    copied = any(x.key.has_offsets or form.copies for x, form in zip(layouts, forms, strict=True))
-    options = Options(raw_newest=COPIED, raw_first=COPIED) if copied else Options()
+            raw_newest = COPIED if layouts[i].key.has_offsets or copies else 0
+            forms.append(Format(name=scheme.name, scheme=scheme, copies=copies, raw_newest=raw_newest))
+    raw_newest = max((form.raw_newest for form in forms), default=0)
+    options = Options(raw_newest=raw_newest, raw_first=COPIED) if raw_newest else Options()
     return [options.rings(form, x) for x, form in zip(layouts, forms, strict=True)]
 
 

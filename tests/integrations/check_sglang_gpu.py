@@ -1,5 +1,5 @@
 """SGLang on a GPU with kvbits' pages: captured graphs against eager steps, decoding against prompts, chunks, prefix
-hits, aborts, drafts of n-grams, and Transformers under the same scheme. Run by hand, one format a process; the
+hits, pages from host memory, aborts, drafts of n-grams, and Transformers under the same scheme. Run by hand, one format a process; the
 environment is benchmarks/sglang_bundle.sh's where there is no network.
 
     python tests/integrations/check_sglang_gpu.py --format int8_centered
@@ -203,7 +203,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--baseline", default="fa3", help="SGLang's own backend, of --format bf16")
     parser.add_argument("--engine", type=json.loads, default={}, help="more options of all engines, JSON")
-    parser.add_argument("--only", nargs="*", default=["prefill", "again", "transformers", "abort", "eager", "drafts"])
+    parser.add_argument(
+        "--only", nargs="*", default=["prefill", "again", "transformers", "abort", "eager", "host", "drafts"]
+    )
     args = parser.parse_args()
     form, path = args.format, args.model or saved_model(Path(tempfile.mkdtemp()) / "model")
     basis = calibrated(path, form) if form.startswith("klt") else None
@@ -248,6 +250,22 @@ def main() -> None:
         llm = engine(path, form, args.baseline, **args.engine | {"disable_cuda_graph": True})
         far, same = distance(first, generate(llm, prompts, args.tokens))
         say("graphs against eager steps", far, limits["eager"], same_tokens=round(same, 3))
+        llm.shutdown()
+    for io in ("kernel", "direct") if "host" in args.only else ():
+        llm = engine(
+            path,
+            form,
+            args.baseline,
+            **args.engine
+            | {"max_total_tokens": 4096, "enable_hierarchical_cache": True, "hicache_ratio": 8.0}
+            | {"hicache_io_backend": io},
+        )
+        once, more = ([generate(llm, [p], args.tokens)[0] for p in prompts] for _ in range(2))
+        far, same = distance(once, more)
+        details = [o["meta_info"]["cached_tokens_details"] or {} for o in more]
+        loaded = sum(x.get("host", 0) for x in details)
+        say(f"pages from host memory, {io}", far, limits["again"], host_tokens=loaded, same_tokens=round(same, 3))
+        assert loaded > 2000, f"only {loaded} tokens came from host memory"
         llm.shutdown()
     if "drafts" in args.only and form != "bf16":  # SGLang's own backend takes trees for chains
         llm = engine(

@@ -62,6 +62,7 @@ SETTINGS = {
     "context_length": 1024,
     "log_level": "error",
 }
+HOST = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0}
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}
 
 
@@ -316,6 +317,30 @@ def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, ca
 
 
 @pytest.mark.parametrize(
+    ("backend", "more"),
+    [
+        ("kvbits_int8_centered", {}),
+        pytest.param("kvbits_int8_centered", {"hicache_write_policy": "write_back"}, marks=pytest.mark.night),
+        pytest.param("kvbits_klt4", {"hicache_io_backend": "direct"}, marks=pytest.mark.night),
+    ],
+)
+def test_answers_behind_pages_of_host_memory_are_equal(model, engine, calibration, backend, more):
+    """Chats of eight users, of which the pool holds three: SGLang's controller writes pages to host memory and loads
+    them again. Where pages have no copies, numbers are those of the first time.
+    """
+    kvbits = {"calibration": calibration("llama", "klt4").path, "raw_newest": 0} if backend == "kvbits_klt4" else {}
+    llm = engine("llama", backend, kvbits, max_total_tokens=1024, **HOST, **more)
+    prompts, found = [random_ids(300, n) for n in range(8)], []
+    first = [generate(llm, [p])[0] for p in prompts]
+    for prompt, before in zip(prompts, first, strict=True):
+        output = llm.generate(input_ids=prompt, sampling_params=sampling(24), return_logprob=True)
+        tokens, logprobs, cached = read(output)
+        assert cached == 256 and tokens == before[0] and torch.equal(logprobs, before[1])
+        found.append(output["meta_info"]["cached_tokens_details"]["host"])
+    assert sum(found) > 4 * 256
+
+
+@pytest.mark.parametrize(
     "mixed", [pytest.param(False, marks=pytest.mark.night, id="overlap"), pytest.param(True, id="mixed")]
 )
 def test_steps_that_overlap_or_are_of_prompts_and_single_tokens(model, engine, calibration, mixed):
@@ -442,7 +467,7 @@ def test_accepted_tokens_are_where_they_belong():
 
 @pytest.mark.night
 def test_a_server_started_from_the_command_line(model):
-    """`python -m sglang.launch_server`, asked over HTTP."""
+    """`python -m sglang.launch_server`, asked over HTTP, with metrics."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -467,6 +492,7 @@ def test_a_server_started_from_the_command_line(model):
         str(port),
         "--log-level",
         "error",
+        "--enable-metrics",
     ]
     server = subprocess.Popen(
         command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
@@ -487,6 +513,18 @@ def test_a_server_started_from_the_command_line(model):
         )
         result = read(json.loads(urllib.request.urlopen(request, timeout=120).read()))
         check(model("llama")[0], scheme_of("kvbits_int8_centered"), prompt, result, backend="auto")
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode().splitlines()
+        (line,) = [x for x in metrics if x.startswith("sglang:kvbits_cache_info{")]
+        bits = options.FORMATS["kvbits_int8_centered"].layout(2, 64, 64, "float32").bits_per_element
+        for fact in (
+            'format="kvbits_int8_centered"',
+            f'bits="{bits:.2f}"',
+            'tokens="4096"',
+            f'times_bf16="{16 / bits:.2f}"',
+            'measured=""',
+        ):
+            assert fact in line
+        assert float(line.rsplit(" ", 1)[1]) == 1
     finally:
         server.terminate()
         server.wait(60)
@@ -528,7 +566,7 @@ def test_a_step_has_as_many_drafts_as_attention_takes(model):
             {"kv_cache_dtype": "fp8_e4m3"},
             "--kv-cache-dtype fp8_e4m3 is not served by kvbits' attention backend: the format is the backend's name",
         ),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True is not served"),
+        (HOST | {"hicache_storage_backend": "file"}, "--hicache-storage-backend file is not served"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill is not served"),
         ({"pp_size": 2}, "--pp-size 2 is not served"),
         ({"cuda_graph_backend_prefill": "breakable"}, "prompts in captured graphs"),
@@ -657,11 +695,11 @@ def test_calibrations_that_a_format_never_reads_are_refused(model, monkeypatch, 
 
 @pytest.mark.parametrize(
     ("form", "running", "share", "copied"),
-    [("klt4", 8, None, 8), ("klt4", None, None, 68), ("klt4", None, 0.5, 682), ("klt2", None, None, 48)],
+    [("klt4", 8, None, 8), ("klt4", None, None, 51), ("klt4", None, 0.5, 512), ("klt2", None, None, 48)],
 )
 def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypatch, form, running, share, copied):
-    """A share of it, if so many requests can run: of two layers, and each request's newest two pages and the first: two
-    heads of 64 keys and values in float32. klt2 also has nine pages of klt4.
+    """A share of it, if so many requests can run: of two layers, and each request's newest three pages, in klt2 two,
+    and the first: two heads of 64 keys and values in float32. klt2 also has nine pages of klt4.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
@@ -682,7 +720,7 @@ def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypat
         "layer_info": types.SimpleNamespace(num_effective_layers=2),
     }
     configurator = types.SimpleNamespace(**fields, kv_cache_dtype=torch.float32)
-    memory, of_request = 1 << 29, 2 * 3 * 64 * 2 * (64 + 64) * 4
+    memory, of_request = 1 << 29, 2 * (4 if form == "klt4" else 3) * 64 * 2 * (64 + 64) * 4
     if form == "klt2":
         of_request += 2 * 9 * options.FORMATS["kvbits_klt4"].layout(2, 64, 64, "float32").page_size_bytes
     assert copied in (running, int(memory * (share or 0.05)) // of_request)

@@ -29,6 +29,7 @@ with warnings.catch_warnings(action="ignore"):  # of SGLang, which tells of what
     from sglang.srt.server_args import ServerArgs
 
     from kvbits.integrations.sglang import backend, pool
+    from kvbits.integrations.sglang.host import KVBitsHostPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PAGE, HEADS, KV_HEADS, WIDTH, LAYERS = 64, 4, 2, 64, 2
@@ -221,6 +222,29 @@ def test_requests_without_copies_are_read_packed_until_others_end(made):
     few.rows.free_slots.append(3)
     prompts(few, [1], before=1)
     assert few.backend._ring_of.tolist()[:6] == [-1, 0, -1, -1, -1, 1]
+
+
+def test_pages_from_host_memory_are_read_packed(made):
+    """Two pages of one request come back where another's copies were. What follows them is as without any copies, and
+    wrong where past owners' copies count.
+    """
+    lost, found, none = made(), made(), made(raw_newest=0)
+    for steps in (lost, found, none):
+        prompts(steps, [3, 1, 5])
+    two, kept, there = 2 * PAGE, torch.arange(2 * PAGE) + 4 * PAGE, found.table[3, : 2 * PAGE].long()
+    for steps in (lost, found):
+        host = KVBitsHostPool(steps.pool, 2.0, 0)
+        host.backup_from_device_all_layer(steps.pool, kept, steps.table[1, :two].long(), "kernel")
+        for pages in steps.pool.pages:
+            pages[steps.table[1, :two:PAGE] // PAGE] = 0
+        for layer in range(LAYERS):
+            host.load_to_device_per_layer(steps.pool, kept, there, layer, "kernel")
+        steps.table[1, :two] = there
+    lost.pool.loaded.clear()
+    behind = [s.run(ForwardMode.EXTEND, [1], [two], [LENGTHS[1] - two]) for s in (lost, found, none)]
+    for wrong, one, packed in zip(*behind, strict=True):
+        torch.testing.assert_close(one, packed, atol=0, rtol=0)
+        assert not found.backend._placer.copies or (wrong - packed).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["eager", "replayed"])

@@ -119,8 +119,10 @@ def options(dtype, **given):
 def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
     assert [
         (x.raw_newest, x.raw_first)
-        for x in (options("kvbits_klt4"), options("kvbits_klt4", raw_newest=128), options("kvbits_klt4", raw_first=0))
-    ] == [(64, 64), (128, 64), (64, 0)]
+        for x in (options("kvbits_klt4"), options("kvbits_klt2"), options("kvbits_klt4", raw_newest=64, raw_first=0))
+    ] == [(128, 64), (64, 64), (64, 0)]
+    for form in FORMATS.values():
+        assert options(form.name).raw_newest == form.calibrated * schemes.get(form.scheme.name).residual_length
     assert options("kvbits_klt2", raw_newest=0).copies is options("kvbits_int4").copies is False
     assert options("kvbits_klt2").packed_copies and not options("kvbits_klt2", packed_copies=False).packed_copies
     with pytest.raises(UnsupportedError, match="packed_copies=0 must be true or false"):

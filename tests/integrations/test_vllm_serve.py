@@ -8,6 +8,7 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ if not vllm_cpu.has_kernels():
 import tiny
 from integrations.judged import check, random_ids, scheme_of
 
+from kvbits.integrations.engine.served import FORMATS
 from kvbits.integrations.models import load_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -234,6 +236,26 @@ def test_two_processes_give_the_tokens_of_one(tmp_path, options):
         server.stop()
 
 
-def test_the_log_says_what_is_stored(served):
-    server = served[0]
-    assert f"kvbits_{DTYPE}: centred int8 keys, int8 values" in server._log.read_text()
+def test_the_log_and_the_metrics_say_what_is_stored(served):
+    """The engine's process logs, and the server's has the metrics."""
+    server, model, _ = served
+    log = server._log.read_text()
+    assert f"kvbits_{DTYPE}: centred int8 keys, int8 values" in log
+    (line,) = [x for x in server.get("/metrics")[1].splitlines() if x.startswith("vllm:kvbits_cache_info{")]
+    labels, value = line.partition("{")[2].rsplit("} ", 1)
+    facts = dict(re.findall(r'(\w+)="(.*?)"', labels))
+    config = model.config
+    layout = FORMATS[f"kvbits_{DTYPE}"].layout(config.num_key_value_heads, config.head_dim, config.head_dim, "float32")
+    bits = f"{layout.bits_per_element:.2f}"
+    times = f"{16 / layout.bits_per_element:.2f}"
+    assert float(value) == 1
+    assert facts == {
+        "format": f"kvbits_{DTYPE}",
+        "bits": bits,
+        "tokens": facts["tokens"],
+        "times_bf16": times,
+        "kl_nats": "",
+        "measured": "",
+    }
+    tokens = f"hold {int(facts['tokens']):,} tokens"
+    assert f", {bits} bits with scales; " in log and tokens in log and f", {times} times as many as of bf16" in log

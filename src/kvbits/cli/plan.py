@@ -338,8 +338,8 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
         if any(r.copied is not None for r in found.rows) or calibrated:
             few = [f"{r.copied:,} ({r.scheme})" for r in found.rows if r.copied is not None]
             notes.append(
-                f"A user's first {COPIED} and newest {COPIED} tokens are also kept raw{_finer(calibrated)}, for as many"
-                f" users as {COPIES_SHARE:.0%} of the memory holds"
+                f"A user's first {COPIED} and newest {_newest(calibrated)} tokens are also kept raw"
+                f"{_finer(calibrated)}, for as many users as {COPIES_SHARE:.0%} of the memory holds"
                 + (f": {', '.join(few)}. Other users are read packed." if few else "; other users are read packed.")
             )
     if room.memory_from is not None:
@@ -374,6 +374,18 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
 
 NAMED = 6
 """Schemes that a note names; --json has all."""
+
+
+def _newest(names: list[str]) -> str:
+    """Return how many newest tokens these formats of vLLM keep raw, for a sentence; without names, a scheme file."""
+    from ..integrations.engine.served import COPIED, FORMATS
+
+    of: dict[int, list[str]] = {}
+    for name in names:
+        of.setdefault(FORMATS[name].raw_newest, []).append(name)
+    if len(of) < 2:
+        return str(next(iter(of), COPIED))
+    return " or ".join(f"{tokens} ({', '.join(some)})" for tokens, some in of.items())
 
 
 def _finer(names: list[str]) -> str:

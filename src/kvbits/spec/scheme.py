@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,9 +156,10 @@ class Scheme:
                 f"name={self.name!r} must be a text without '/' and zero bytes, since files are named after it; for"
                 " example 'mine'"
             )
-        object.__setattr__(self, "overrides", tuple(self.overrides))
-        object.__setattr__(self, "tiers", tuple(self.tiers))
-        object.__setattr__(self, "copies", tuple(self.copies))
+        for name, kind in (("overrides", "Override"), ("tiers", "Tier"), ("copies", "Copies")):
+            if not isinstance(given := getattr(self, name), Iterable):
+                raise SpecError(f"{name}={given!r} must be a tuple of {kind}; {name}=() is for none")
+            object.__setattr__(self, name, tuple(given))
         if wrong := [o for o in self.overrides if not isinstance(o, Override)]:
             raise SpecError(
                 f"overrides hold {wrong[0]!r}, which is not an Override; pass Override(layers=(0,), key=.., value=..)"

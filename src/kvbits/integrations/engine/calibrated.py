@@ -102,9 +102,9 @@ def found_by_check(model: ModelRef, form: str) -> checked.Checked | None:
     return checked.find(model, form.removeprefix("kvbits_"))
 
 
-def accuracy(name: str, revision: str | None, config: Any, form: str) -> str:
+def accuracy(model: ModelRef, form: str) -> str:
     """Return one clause on what a format (`served.FORMATS`) costs a model, as far as it was measured."""
-    return checked.said(ModelRef(place(name, revision, ["config.json"]), config), form.removeprefix("kvbits_"))
+    return checked.said(model, form.removeprefix("kvbits_"))
 
 
 def place(name: str, revision: str | None, patterns: list[str] | None = None) -> str:

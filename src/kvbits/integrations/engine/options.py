@@ -62,12 +62,12 @@ class Options:
 Kind = TypeVar("Kind", bound=Options)
 
 
-def checked(kind: type[Kind], given: Any, where: str, copied: bool, plain: str = "") -> Kind:
+def checked(kind: type[Kind], given: Any, where: str, copied: int, plain: str = "") -> Kind:
     """Return options as a user gave them.
 
     Args:
-        copied: whether pages are copied unless users say otherwise: calibrated ones, and those whose format names
-            copies. Then the newest and first `COPIED` tokens are raw.
+        copied: newest tokens that are raw unless users say otherwise, with the first `COPIED`: of calibrated formats,
+            and those that name copies. 0: none.
         plain: the format, where nothing in the engine reads a calibration.
 
     Raises:
@@ -79,7 +79,7 @@ def checked(kind: type[Kind], given: Any, where: str, copied: bool, plain: str =
     if strange := [name for name in given if name not in names]:
         raise UnsupportedError(f"{where}: {unknown('option', strange[0], names)}")
     defaults: dict[str, Any] = (
-        {"raw_newest": COPIED, "raw_first": COPIED} if copied and given.get("raw_newest") != 0 else {}
+        {"raw_newest": copied, "raw_first": COPIED} if copied and given.get("raw_newest") != 0 else {}
     )
     found = kind(**(defaults | given))
     if not _is_whole(found.raw_newest) or found.raw_newest % PAGE_SIZE or not 0 <= found.raw_newest <= MOST_RAW:

@@ -12,6 +12,8 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 
 import numpy as np
 
+from ...errors import counted
+
 
 class Rings:
     """Rings of copies by request, on the host.
@@ -53,11 +55,9 @@ class Rings:
         if without > 2 * self._most_without:
             self._most_without = int(without)
             self._logger.info(
-                "copies: %d of %d requests that run have them, %d are read packed; raise copies_share, or let fewer"
-                " run at once",
+                "copies for %d of %s; others are read packed: raise copies_share, or let fewer run at once",
                 len(self._of),
-                len(self._of) + without,
-                without,
+                counted(len(self._of) + int(without), "running request"),
             )
         return found
 

@@ -20,8 +20,8 @@ WIDEST, WIDEST_CALIBRATED = 512, 256
 values are as wide as their keys.
 """
 COPIED = 64
-"""Newest tokens of a request, at least, and its first ones, that calibrated formats also keep raw unless they are told
-otherwise: what their accuracy was measured with. A page more of each request would take a third more memory for copies.
+"""First tokens of a request that calibrated formats also keep raw unless users say otherwise, and newest ones, at
+least, of those in a scheme file.
 """
 COPIES_SHARE = 0.05
 """Share of the cache's memory that copies take at most, unless users say otherwise (`copies_share`)."""
@@ -75,11 +75,13 @@ class Format:
         name: of the dtype, `kvbits_` and the scheme's.
         scheme: token-local, for head_dim 128; `layout` fits its groups to others.
         copies: finer formats that the newest tokens are read from, behind the raw ones; finest first.
+        raw_newest: newest tokens of a request, at least, that are also kept raw unless users say otherwise.
     """
 
     name: str
     scheme: Scheme
     copies: tuple[Copies, ...] = ()
+    raw_newest: int = 0
 
     @property
     def calibrated(self) -> bool:
@@ -149,6 +151,7 @@ FORMATS: dict[str, Format] = {
             name, residual_length=0, num_sink_tokens=0, page_size=PAGE_SIZE, copies=(), token_local=True
         ),
         copies=schemes.get(name).copies,
+        raw_newest=schemes.get(name).residual_length if schemes.get(name).needs_calibration else 0,
     )
     for name in ("int8", "int8_centered", "int8k_int4v", "int4", "klt4", "klt3", "klt2")
 }

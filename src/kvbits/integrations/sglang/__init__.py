@@ -4,6 +4,7 @@ kvbits_int8_centered`.
     releases  what of SGLang this stands on
     options   what is refused at start, with the reason; the page size; copies and calibrations
     pool      the pages, in place of SGLang's pool of keys and values
+    host      pages in host memory (HiCache)
     backend   tables and plans of a step, and its layers (`engine.step`, `engine.layer`)
     drafts    n-grams to be verified
     flash     SGLang's FlashAttention, for prompts on GPUs
@@ -39,7 +40,7 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import backend, drafts, pool
+    from . import backend, drafts, host, pool
 
     for name in FORMATS:
         register_attention_backend(name)(functools.partial(backend.KVBitsBackend, name=name))
@@ -49,6 +50,7 @@ def register() -> None:
         (releases.CELL_SIZE, pool.cell_size),
         (releases.LAST_LOC, drafts.last_loc),
         (releases.WORKER, drafts.worker_class),
+        (releases.HOST_POOL, host.host_pool),
     ):
         if path not in releases.CONTRACT.broken:
             HookRegistry.register(path.replace(":", "."), hook, HookType.AROUND)

@@ -18,17 +18,19 @@ from sglang.srt.runtime_context import get_parallel
 from ...errors import UnsupportedError
 from ...later import upload
 from ...quant.rotary import turn_by
+from ..engine.calibrated import accuracy
 from ..engine.call import call_for
 from ..engine.decode import Decode
 from ..engine.layer import Layer
+from ..engine.metrics import publish
 from ..engine.prefill import prefills, scratch_for
 from ..engine.rings import Rings
 from ..engine.served import FORMATS, PAGE_SIZE
 from ..engine.step import Placer, Step
 from ..rotary import layers_of
 from .flash import flash_for
-from .options import accuracy_of, calibration_of, options_of
-from .pool import KVBitsPool
+from .options import calibration_of, model_of, options_of
+from .pool import KVBitsPool, page_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,15 +99,24 @@ class KVBitsBackend(AttentionBackend):
         )
         self._slots = torch.zeros(self._requests * self._num_queries, dtype=torch.int64, device=self._device)
         if get_parallel().tp_rank == 0:
-            share = pool.layout.head_bytes / PAGE_SIZE / (2 * (pool.layout.head_dim + pool.layout.value_head_dim))
-            logger.info(
-                "%s: %.2f bits with scales; %s tokens fit, %.2f times as many as of bf16; %s",
-                name,
-                16 * share,
-                f"{pool.size:,}",
-                1 / share,
-                accuracy_of(pool.form, args),
-            )
+            self._announce(name, args)
+
+    def _announce(self, name: str, args: Any) -> None:
+        """Say in the log and, if it has some, in the engine's metrics what the format holds and costs."""
+        bits, tokens, model = self._pool.layout.bits_per_element, self._pool.size, model_of(args)
+        times, cost = 16 / bits, accuracy(model, name)
+        logger.info(
+            "%s: %.2f bits with scales; %s tokens fit, %.2f times as many as of bf16; %s",
+            name,
+            bits,
+            f"{tokens:,}",
+            times,
+            cost,
+        )
+        if args.enable_metrics:
+            from prometheus_client import Gauge  # which reads SGLang's environment
+
+            publish(Gauge, "sglang", model, name, bits=bits, tokens=tokens)
 
     def _layer(self, layer: RadixAttention) -> Layer:
         for what, there in (
@@ -148,6 +159,7 @@ class KVBitsBackend(AttentionBackend):
             return
         if mode not in (self._mode, ForwardMode.EXTEND):
             raise UnsupportedError(f"kvbits' attention backend does not run steps of {mode!r}")
+        self._forget_loaded()
         requests = forward_batch.req_pool_indices.long()
         table = (self._req_to_token[requests, ::PAGE_SIZE] // PAGE_SIZE).int()
         lens, slots = forward_batch.seq_lens.int(), forward_batch.out_cache_loc.long()
@@ -175,6 +187,12 @@ class KVBitsBackend(AttentionBackend):
                 np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu)
             )
             self._step.prefills = prefills(self._calls, query_lens, seq_lens, table, self._placer.copies)
+
+    def _forget_loaded(self) -> None:
+        """Drop copies that past owners of pages left, where HiCache loaded others' tokens since."""
+        if self._placer.copies and self._pool.loaded:
+            self._placer.copies.forget(page_of(torch.cat(self._pool.loaded)))
+        self._pool.loaded.clear()
 
     def _give_rings(self) -> None:
         """Give rings of copies to requests that run, from those that ended: SGLang frees their rows of `req_to_token`.
@@ -211,9 +229,7 @@ class KVBitsBackend(AttentionBackend):
             )
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
-        self._layers[layer.layer_id].run(
-            self._step, q, k, v, out, self._pool.pages[layer.layer_id - self._pool.start_layer]
-        )
+        self._layers[layer.layer_id].run(self._step, q, k, v, out, self._pool.pages_of(layer.layer_id))
         return out.flatten(1)
 
     forward_decode = forward_extend

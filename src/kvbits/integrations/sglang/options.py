@@ -17,7 +17,7 @@ from ...geometry import has_key_bias, layer_geometries, load_config, only_dense
 from ...model_ref import ModelRef
 from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.automatic import AUTO, beside_weights, choose
-from ..engine.calibrated import Model, accuracy, place, read
+from ..engine.calibrated import Model, place, read
 from ..engine.call import RAW_DTYPES
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
@@ -29,10 +29,13 @@ NAMES = (*FORMATS, AUTO)
 _CHOICES = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 REQUESTS = 4096
 """Requests that SGLang runs at once at most, where --max-running-requests is not said."""
+HOST_LAYOUT = "layer_first"
+"""SGLang's name for how pages lie in host memory, the only way."""
 NOT_RUN = {
     "kv_cache_dtype": ("auto", "the format is the backend's name"),
     "disaggregation_mode": ("null", "transfers send keys and values apart"),
-    "enable_hierarchical_cache": (False, "host tiers copy keys and values apart"),
+    "hicache_storage_backend": (None, "storage backends copy keys and values apart"),
+    "enable_unified_cache_external_linker": (False, "storage backends copy keys and values apart"),
     "enable_lmcache": (False, "LMCache copies keys and values apart"),
     "enable_flexkv": (False, "FlexKV copies keys and values apart"),
     "enable_hisparse": (False, "it copies keys and values apart"),
@@ -115,6 +118,8 @@ def resolve(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, "kvbits", page_size=PAGE_SIZE)
     if view.speculative_algorithm and view.speculative_num_draft_tokens is None:
         declare_resolution(server_args, "kvbits", speculative_num_draft_tokens=MAX_QUERIES)
+    if view.enable_hierarchical_cache:
+        declare_resolution(server_args, "kvbits", hicache_mem_layout=HOST_LAYOUT)
     options_of(form)  # refused here, before a model is loaded
 
 
@@ -133,8 +138,7 @@ def chosen(server_args: Any) -> str:
         raise UnsupportedError(f"--attention-backend {AUTO} needs --max-running-requests; pass it, or a format")
     if (total := get_device_memory_capacity(view.device)) is None:  # MiB
         raise UnsupportedError(f"SGLang does not say how much memory {view.device} has; name a format")
-    name = place(view.model_path, view.revision, ["*.json"])
-    ref = ModelRef(name, load_config(name))  # SGLang writes into its own
+    ref = model_of(view)
     layers = [dataclasses.replace(g, sliding_window=None) for g in ref.layers]  # one pool has all tokens of all layers
     found, why = choose(
         ref,
@@ -161,7 +165,7 @@ def options_of(form: Format) -> Options:
         given = json.loads(text)
     except ValueError:
         given = text
-    return checked(Options, given, "KVBITS_SGLANG", form.calibrated, "" if form.calibrated else form.name)
+    return checked(Options, given, "KVBITS_SGLANG", form.raw_newest, "" if form.calibrated else form.name)
 
 
 def calibration_of(form: Format, server_args: Any) -> Model:
@@ -178,10 +182,10 @@ def calibration_of(form: Format, server_args: Any) -> Model:
     return read(options, lambda: name, config, scheme, device=server_args.device, way_out=way_out)
 
 
-def accuracy_of(form: Format, server_args: Any) -> str:
-    """Return one clause on what a format costs the served model, as far as it was measured."""
-    config = load_config(place(server_args.model_path, server_args.revision, ["*.json"]))  # SGLang writes into its own
-    return accuracy(server_args.model_path, server_args.revision, config, form.name)
+def model_of(server_args: Any) -> ModelRef:
+    """Return the served model, with the configuration that Transformers has: SGLang writes into its own."""
+    name = place(server_args.model_path, server_args.revision, ["*.json"])
+    return ModelRef(name, load_config(name))
 
 
 def refuses(form: Format, options: Any) -> str | None:
@@ -210,6 +214,8 @@ def refuses(form: Format, options: Any) -> str | None:
             f"--json-model-override-args {given}: {form.name} turns keys as config.json says; write it there, or use"
             " kvbits_int8_centered"
         )
+    if options.enable_hierarchical_cache and (why_not := releases.CONTRACT.refuses(releases.HOST)):
+        return why_not
     if not options.speculative_algorithm:
         return None
     return releases.CONTRACT.refuses(releases.DRAFTS) or refuses_drafts(options)

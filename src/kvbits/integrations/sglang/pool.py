@@ -10,7 +10,7 @@ import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from ...errors import UnsupportedError
+from ...errors import UnsupportedError, counted
 from ...spec import PageLayout
 from ..engine.call import RAW_DTYPES
 from ..engine.served import FORMATS, PAGE_SIZE, Format, copied_requests
@@ -29,6 +29,8 @@ class KVBitsPool(MHATokenToKVPool):
         model_dtype: of what layers give; `dtype` is what is stored, bytes.
         pages: of each layer uint8 [pages, H, head_bytes].
         copied: requests that have copies at once.
+        loaded: int64 [n] each: slots that came from host memory since the last step. Copies of their pages are of past
+            owners.
     """
 
     form: ClassVar[Format]
@@ -42,9 +44,16 @@ class KVBitsPool(MHATokenToKVPool):
         )
         shape = (self.size // PAGE_SIZE + 1, self.head_num, self.layout.head_bytes)
         self.pages = [torch.zeros(shape, dtype=torch.uint8, device=self.device) for _ in range(self.layer_num)]
+        self.loaded: list[torch.Tensor] = []
 
     def _clear_buffers(self) -> None:
         del self.pages
+
+    def pages_of(self, layer_id: int) -> torch.Tensor:
+        """Return a layer's pages, once HiCache has loaded those of this step."""
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(layer_id - self.start_layer)
+        return self.pages[layer_id - self.start_layer]
 
     def get_kv_size_bytes(self) -> int:
         return sum(x.nbytes for x in self.pages)
@@ -67,6 +76,11 @@ class KVBitsPool(MHATokenToKVPool):
 
     set_kv_buffer = get_key_buffer = get_value_buffer = get_kv_buffer = get_raw_kv_buffer = _refused
     get_cpu_copy = load_cpu_copy = get_contiguous_buf_infos = get_device_pool_infos = _refused
+
+
+def page_of(slots: torch.Tensor) -> torch.Tensor:
+    """Return the pages of slots that come in whole pages, int64 [slots / 64]."""
+    return slots[::PAGE_SIZE] // PAGE_SIZE
 
 
 @functools.cache
@@ -119,9 +133,9 @@ def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
     most = resolved_view(configurator.server_args).max_running_requests or REQUESTS
     _COPIED[id(configurator)] = copied = copied_requests(found, of_request, most, options_of(form).copies_share)
     logger.info(
-        "copies of up to %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without them"
+        "copies of up to %s at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without them"
         " is read packed",
-        copied,
+        counted(copied, "request"),
         copied * of_request / 1e9,
         found / 1e9,
         of_request / 1e6,

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from ...contract import Contract, calls, overrides, reads, wraps
 
-DRAFTS = "drafts of n-grams"
-"""A feature that needs symbols of its own."""
+DRAFTS, HOST = "drafts of n-grams", "pages in host memory"
+"""Features that need symbols of their own."""
 _pool, _backend = (
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
     "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
 )
-POOL_CLASS, BUDGET, CELL_SIZE, LAST_LOC, WORKER = (
+_host = "sglang.srt.mem_cache.pool_host.base:HostKVCache"
+POOL_CLASS, BUDGET, CELL_SIZE, LAST_LOC, WORKER, HOST_POOL = (
     "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._resolve_kv_pool_class",
     "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes",
     "sglang.srt.model_executor.pool_configurator:DefaultPoolConfigurator._compute_cell_size",
     "sglang.srt.mem_cache.allocation:get_last_loc",
     "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.create_worker",
+    "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler:build_kv_host_pool",
 )
 """Hooked functions. No thread that would end these hooks is known."""
 CONTRACT = Contract(
@@ -46,7 +48,7 @@ CONTRACT = Contract(
         wraps(POOL_CLASS, "kind default"),
         wraps(BUDGET, "pre_model_load_memory"),
         wraps(CELL_SIZE, "num_layers"),
-        reads(_pool, "get_kv_size_bytes"),
+        reads(_pool, "get_kv_size_bytes layer_transfer_counter"),
         overrides(f"{_pool}._create_buffers"),
         overrides(f"{_pool}._clear_buffers"),
         overrides(f"{_pool}.get_kv_size_bytes"),
@@ -82,6 +84,41 @@ CONTRACT = Contract(
             "sglang.srt.speculative.ngram_worker:NGRAMWorker._prepare_draft_tokens",
             "batch",
             feature=DRAFTS,
+            loaded=False,
+        ),
+        # host memory
+        wraps(HOST_POOL, "kv_pool", feature=HOST),
+        calls("sglang.srt.managers.cache_controller:LayerDoneCounter.wait_until", "threshold", feature=HOST),
+        calls(
+            f"{_host}.__init__",
+            "dtype device_capacity_tokens size_per_token start_layer end_layer host_to_device_ratio host_size page_size"
+            " layout pin_memory device",
+            feature=HOST,
+        ),
+        overrides(f"{_host}.get_size_per_token", feature=HOST),
+        overrides(f"{_host}.init_kv_buffer", feature=HOST),
+        overrides(
+            f"{_host}.backup_from_device_all_layer",
+            "device_pool host_indices device_indices io_backend",
+            feature=HOST,
+        ),
+        overrides(
+            f"{_host}.load_to_device_per_layer",
+            "device_pool host_indices device_indices layer_id io_backend is_draft",
+            feature=HOST,
+        ),
+        reads("sglang.srt.mem_cache.pool_host.common:ALLOC_MEMORY_FUNCS", feature=HOST),
+        calls("sglang.srt.runtime_context:get_memory", feature=HOST),
+        calls(
+            "sgl_kernel.kvcacheio:transfer_kv_direct",
+            "src_layers dst_layers src_indices dst_indices page_size",
+            feature=HOST,
+            loaded=False,
+        ),
+        calls(
+            "sgl_kernel.kvcacheio:transfer_kv_per_layer_mla",
+            "src dst src_indices dst_indices item_size",
+            feature=HOST,
             loaded=False,
         ),
     ),

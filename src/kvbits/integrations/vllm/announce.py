@@ -1,6 +1,7 @@
 """Messages of vLLM about the kvbits_* dtypes.
 
-The help of vLLM lists them, and its log says what is stored. The log does not say that they lack scaling factors.
+The help of vLLM lists them, and its log and its metrics say what is stored. The log does not say that they lack scaling
+factors.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ import logging
 import sys
 from typing import Any
 
-from ..engine.calibrated import accuracy
+from ...errors import KvbitsError
+from ...geometry import layer_geometries
+from ...model_ref import ModelRef
+from ..engine.calibrated import accuracy, place
+from ..engine.metrics import publish
 from . import releases
-from .formats import FORMATS, NAMES, PAGE_SIZE, SCHEME, SHOWN
+from .formats import FORMATS, NAMES, PAGE_SIZE, RAW_DTYPES, SCHEME, SHOWN
 from .options import options_of
+from .scheme_file import formats_of
 
 logger = logging.getLogger("vllm.kvbits")
 """Below vLLM's own: its level and its handlers."""
@@ -47,6 +53,7 @@ def install() -> None:
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):  # which may have taken the name before
         if module is not None:
             releases.CONTRACT.wrap("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", _announced, module)
+    releases.CONTRACT.wrap("vllm.v1.metrics.loggers:PrometheusStatLogger.log_metrics_info", _published)
 
 
 def _announced(original: Any) -> Any:
@@ -56,6 +63,45 @@ def _announced(original: Any) -> Any:
             logger.info("%s", summary(vllm_config, kv_cache_config))
 
     return update_kv_cache_capacity
+
+
+def _published(original: Any) -> Any:
+    def log_metrics_info(self: Any, type: str, config_obj: Any) -> None:
+        original(self, type, config_obj)
+        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        if type != "cache_config" or cache.cache_dtype not in NAMES:
+            return
+        try:
+            bits = 16 * share(self.vllm_config)
+        except KvbitsError as e:
+            logger.warning("%s is not among the metrics: %s", cache.cache_dtype, e)
+            return
+        publish(self._gauge_cls, "vllm", _model(model), cache.cache_dtype, bits=bits, tokens=cache.kv_cache_size_tokens)
+
+    return log_metrics_info
+
+
+def _model(config: Any) -> ModelRef:
+    """Return the model of a `ModelConfig`."""
+    return ModelRef(place(config.model, config.revision, ["config.json"]), config.hf_text_config)
+
+
+def share(vllm_config: Any) -> float:
+    """Bytes of packed pages over those of 16 bits, in the layers that are packed.
+
+    Raises:
+        UnsupportedError: layers that kvbits does not know.
+    """
+    model, dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    layers = layer_geometries(model.hf_text_config)
+    forms = formats_of(vllm_config) if dtype == SCHEME else [FORMATS[dtype]] * len(layers)
+    packed = dense = 0
+    for form, g in zip(forms, layers, strict=True):
+        if form is not None:
+            layout = form.layout(g.num_kv_heads, g.head_dim, g.value_head_dim, RAW_DTYPES[model.dtype])
+            packed += layout.page_size_bytes
+            dense += 2 * PAGE_SIZE * g.num_kv_heads * (g.head_dim + g.value_head_dim)
+    return packed / dense
 
 
 def _extend_help() -> None:
@@ -101,7 +147,7 @@ def summary(vllm_config: Any, kv_cache_config: Any) -> str:
             f"kvbits check {model.model} --scheme {options.scheme} says its cost",
         )
     else:
-        cost = accuracy(model.model, model.revision, model.hf_text_config, cache.cache_dtype)
+        cost = accuracy(_model(model), cache.cache_dtype)
         key, value = FORMATS[cache.cache_dtype].scheme.key, FORMATS[cache.cache_dtype].scheme.value
         if key.has_offsets:
             form = f"{key.mean_bits:.3g}-bit keys in a calibrated basis, {value.mean_bits:.3g}-bit values"

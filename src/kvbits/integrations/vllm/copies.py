@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...errors import counted
 from ..engine.place import Copies
 from ..engine.rings import Rings
 from ..engine.served import copied_requests
@@ -94,10 +95,10 @@ def sized(worker: Any, available: int) -> int:
     for impl in impls:
         impl.pool = pool
     logger.info(
-        "copies of up to %d of %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without"
+        "copies of up to %d of %s at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without"
         " them is read packed",
         count,
-        config.scheduler_config.max_num_seqs,
+        counted(config.scheduler_config.max_num_seqs, "request"),
         count * of_request / 1e9,
         available / 1e9,
         of_request / 1e6,

@@ -13,6 +13,7 @@ from ...errors import GONE, UnsupportedError
 from ...model_ref import ModelRef
 from ..engine.automatic import beside_weights, choose
 from ..engine.calibrated import place
+from ..engine.served import COPIED
 from . import releases
 from .copies import has_copies
 from .formats import AUTO, NAMES, PAGE_SIZE, RAW_DTYPES
@@ -42,7 +43,7 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
         asked = not named or (cache is not None and cache.cache_dtype in NAMES)
         if why := misspelt(vllm_config.additional_config, asked):
             raise UnsupportedError(why)
-        name = options_of(vllm_config, copied=True).named  # no dtype is known yet
+        name = options_of(vllm_config, copied=COPIED).named  # no dtype is known yet
         if name is not None and cache is not None:
             if named:
                 raise UnsupportedError(

@@ -13,6 +13,7 @@ from typing import Any
 from ... import schemes
 from ...errors import UnsupportedError, unknown
 from ..engine import options as engine
+from ..engine.served import COPIED
 from .formats import FORMATS, NAMES, SCHEME, SHOWN
 
 
@@ -62,9 +63,9 @@ def misspelt(given: Any, asked: bool) -> str | None:
     return None
 
 
-def options_of(vllm_config: Any, copied: bool | None = None) -> Options:
-    """Return the options of an engine whose pages are `copied` unless users say otherwise (None: as its cache dtype
-    says).
+def options_of(vllm_config: Any, copied: int | None = None) -> Options:
+    """Return the options of an engine whose newest `copied` tokens are raw unless users say otherwise (None: as its cache
+    dtype says).
 
     Raises:
         UnsupportedError: unknown or invalid options.
@@ -94,9 +95,9 @@ def options_of(vllm_config: Any, copied: bool | None = None) -> Options:
     return found
 
 
-def _copied(dtype: str, path: Any) -> bool:
-    """Return whether a dtype has layers whose pages are copied unless users say otherwise."""
+def _copied(dtype: str, path: Any) -> int:
+    """Return the newest tokens that are raw in some layers of a dtype unless users say otherwise."""
     if dtype == SCHEME:
         scheme = schemes.read(path) if isinstance(path, str) and path else None
-        return scheme is not None and (scheme.needs_calibration or bool(scheme.copies))
-    return dtype in FORMATS and FORMATS[dtype].calibrated
+        return COPIED if scheme is not None and (scheme.needs_calibration or scheme.copies) else 0
+    return FORMATS[dtype].raw_newest if dtype in FORMATS else 0

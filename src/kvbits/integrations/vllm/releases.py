@@ -20,7 +20,7 @@ AUTOMATIC, COPIES, CENTRED, CLOSED, LOG = (
     "copies",
     "centred keys",
     "dtypes named by --additional-config",
-    "lines of the log and of the help",
+    "lines of the log, of metrics and of the help",
 )
 """Features that need symbols of their own. Nothing that is served needs `LOG`."""
 OUTSIDE = "vllm#57566"
@@ -174,6 +174,8 @@ CONTRACT = Contract(
         reads("vllm.v1.kv_cache_interface:KVCacheConfig", "kv_cache_groups kv_cache_tensors", feature=LOG),
         reads("vllm.v1.kv_cache_interface:KVCacheGroupSpec", "kv_cache_spec layer_names", feature=LOG),
         wraps("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", "vllm_config kv_cache_config", feature=LOG),
+        wraps("vllm.v1.metrics.loggers:PrometheusStatLogger.log_metrics_info", "type config_obj", feature=LOG),
+        reads("vllm.v1.metrics.loggers:PrometheusStatLogger", "_gauge_cls vllm_config", feature=LOG),
         reads("vllm.engine.arg_utils:_compute_kwargs", feature=LOG, loaded=False),
     ),
 )

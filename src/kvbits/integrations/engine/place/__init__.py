@@ -90,12 +90,17 @@ class Copies:
     head: torch.Tensor
     head_table: torch.Tensor
 
-    def forget(self, blocks: list[int]) -> None:
-        """Forget the copies of these blocks, which are used anew."""
-        known = len(self.formats[0].where)
-        own = upload(np.array([block for block in blocks if block < known], np.int64), self.packed.device)
+    def forget(self, blocks: list[int] | torch.Tensor) -> None:
+        """Forget the copies of these blocks, which are used anew.
+
+        Args:
+            blocks: numbers, of which those past the pool's are ignored; or int64 [n], all in the pool.
+        """
+        if not isinstance(blocks, torch.Tensor):
+            known = len(self.formats[0].where)
+            blocks = upload(np.array([block for block in blocks if block < known], np.int64), self.packed.device)
         for f in self.formats:
-            f.where.index_fill_(0, own, -1)
+            f.where.index_fill_(0, blocks.to(self.packed.device), -1)
 
     @classmethod
     def empty(
