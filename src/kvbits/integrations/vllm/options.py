@@ -64,8 +64,10 @@ def misspelt(given: Any, asked: bool) -> str | None:
 
 
 def options_of(vllm_config: Any, copied: int | None = None) -> Options:
-    """Return the options of an engine whose newest `copied` tokens are raw unless users say otherwise (None: as its cache
-    dtype says).
+    """Return the options of an engine.
+
+    Args:
+        copied: newest tokens that are raw unless users say otherwise; None: as the cache dtype says.
 
     Raises:
         UnsupportedError: unknown or invalid options.
