@@ -347,8 +347,8 @@ def test_works_after_fork(before):
 @pytest.mark.parametrize(
     ("variable", "value", "known"),
     [
-        ("TIER", "sse9", "known: avx512, avx2, neon, generic"),
-        ("TIER", "avx2" if platform.machine() == "aarch64" else "neon", "known: avx512, avx2, neon, generic"),
+        ("TIER", "sse9", "known: amx, avx512, avx2, neon, generic, amx_emulated"),
+        ("TIER", "avx2" if platform.machine() == "aarch64" else "neon", "known: amx, avx512, avx2, neon, generic"),
         ("LIBRARY", "/none.so", "is no file"),
     ],
 )

@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "KVBITS_CACHE": "folder for compiled CUDA kernels and calibrations; the user's cache folder if not set",
     "KVBITS_COMMIT": "commit that a run of benchmarks is of, where there is no git",
     "KVBITS_CPU_LIBRARY": "file of the CPU library, instead of the one that was installed",
-    "KVBITS_CPU_TIER": "instruction set of CPU kernels: avx512, avx2, neon or generic",
+    "KVBITS_CPU_TIER": "instruction set of CPU kernels: amx, avx512, avx2, neon or generic",
     "KVBITS_SESSION": "name that ties runs of several benchmarks together",
     "KVBITS_SGLANG": "options of the SGLang plugin, as JSON",
     "XDG_CACHE_HOME": "the user's cache folder; ~/.cache if not set",
@@ -122,6 +122,8 @@ def _kernels() -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         "cpu_kernels": f"none: {why}" if why else f"{library.tier()}, {library.library()._name}",
     }
+    if not why and library.tier() == "avx512" and (refusal := library.amx_refusal()):
+        found["cpu_amx"] = f"none: {refusal}"
     for i in gpus:
         p = torch.cuda.get_device_properties(i)
         found[f"gpu_{i}"] = f"{p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.2f} GiB"

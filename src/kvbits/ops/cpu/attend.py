@@ -5,6 +5,9 @@ A layer's C structs are made by `bind`, the step's tables by `update`; a run put
 Integer codes are multiplied with integer q and p in exact dot products (csrc/engine/attend/dots_*.h). q and p have 16
 bits against 8-bit codes and 8 bits against fewer, so that rounding them stays far below the format's own error:
 relative L2 noise 1e-4 and 2e-2. Raw and FP8 pages are computed in fp32.
+
+On processors with AMX chunks are products of tiles (csrc/families/tiles.h): keys, values, queries and weights are one
+bfloat16 number where a format has few bits, and the sum of two elsewhere: relative L2 noise 6e-3 and 1e-5.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from ..descriptor import TORCH_NUMBERS
 from ..reference.attend import HostPlan
 from ..types import PageStore, Table
 from . import structs
-from .library import AttendStruct, PartStruct, TableStruct, check, library, unavailable
+from .library import AttendStruct, PartStruct, TableStruct, amx_refusal, check, library, tier, unavailable
 from .structs import MAX_QUERY_GROUP, store_struct
 
 
@@ -145,4 +148,14 @@ class Plan(HostPlan):
         return kept
 
     def explain(self) -> str:
-        return "attend by cpu"
+        """Name the instruction set, and say why a better one is left out. It depends on the formats that are bound."""
+        used, reasons = tier(), []
+        if self._layers:
+            name = ctypes.c_char_p()
+            self._struct.parts = ctypes.addressof(next(iter(self._layers.values())).parts)
+            if why := library().kvbits_attend_refusal(self._struct, name):
+                reasons.append(f"{used}: {why.decode()}")
+            used = (name.value or b"").decode()
+        if tier() == "avx512" and (why := amx_refusal()):
+            reasons.append(f"amx: {why}")
+        return f"attend by cpu ({'; '.join([used, *reasons])})"

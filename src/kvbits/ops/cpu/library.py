@@ -1,8 +1,9 @@
 """Loader of libkvbits_cpu.so, and mirrors of its C structs (csrc/kvbits_cpu.h).
 
-The library holds one set of kernels ("tier") per instruction set: avx512 (VNNI), avx2, neon, generic. It takes the best
-one that the machine can run; the environment variable KVBITS_CPU_TIER forces one, and KVBITS_CPU_LIBRARY names another
-file.
+The library holds one set of kernels ("tier") per instruction set: amx, avx512 (VNNI), avx2, neon, generic. It takes the
+best one that the machine can run; the environment variable KVBITS_CPU_TIER forces one, and KVBITS_CPU_LIBRARY names
+another file. The tier amx leaves calls that tiles do not serve to avx512. amx_emulated runs the sources of amx in plain
+C++ on every machine, many times slower: tests force it.
 
 Calls of several threads run on torch's OpenMP threads: these spin for milliseconds after every torch op, so threads of
 our own beside them would get half a core. With a torch without OpenMP, and in a forked child, calls run on one thread.
@@ -21,9 +22,9 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 LIBRARY_NAME = "libkvbits_cpu.so"
-TIERS = ("avx512", "avx2", "neon", "generic")
+TIERS = ("amx", "avx512", "avx2", "neon", "generic", "amx_emulated")
 VARIABLES = ("KVBITS_CPU_LIBRARY", "KVBITS_CPU_TIER")
 
 
@@ -197,6 +198,9 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_set_tier.argtypes = [c_char_p]
     lib.kvbits_error.restype = c_char_p
     lib.kvbits_error.argtypes = [c_int32]
+    lib.kvbits_amx_refusal.restype = c_char_p
+    lib.kvbits_attend_refusal.restype = c_char_p
+    lib.kvbits_attend_refusal.argtypes = [POINTER(AttendStruct), POINTER(c_char_p)]
     lib.kvbits_use_openmp.argtypes = [c_void_p]
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
@@ -262,6 +266,12 @@ def set_tier(name: str) -> None:
         raise UnsupportedError(
             f"tier {name!r} cannot run on this machine or is not in this build; known: {', '.join(TIERS)}"
         )
+
+
+def amx_refusal() -> str | None:
+    """Say why this machine attends in no tiles of AMX, or None where it does."""
+    found = library().kvbits_amx_refusal()
+    return found.decode() if found else None
 
 
 def check(code: int) -> None:

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 22 };
+enum { KVBITS_ABI_VERSION = 23 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -128,10 +128,16 @@ typedef struct {
 
 KVBITS_EXPORT int32_t kvbits_abi_version(void);
 
-// Name of the instruction set in use ("avx512", "avx2", "neon", "generic"), and of the best one here.
+// Name of the instruction set in use ("amx", "avx512", "avx2", "neon", "generic"), and of the best one here.
 KVBITS_EXPORT const char* kvbits_tier(void);
 // Switches tiers. Returns 0, or -1 when this machine or build cannot run it.
 KVBITS_EXPORT int32_t kvbits_set_tier(const char* name);
+
+// Why this machine attends in no tiles of AMX, or null where it does. The system is asked for its permission once.
+KVBITS_EXPORT const char* kvbits_amx_refusal(void);
+// Why the tier in use leaves such a call to its other tier, whose name is put into `*tier`, or null; then `*tier` is the
+// one in use. The call needs no queries and no tables.
+KVBITS_EXPORT const char* kvbits_attend_refusal(const kvbits_attend_call* call, const char** tier);
 
 // Runs calls of several threads on an OpenMP runtime's team, `parallel` being its GOMP_parallel; null: on the calling
 // thread.

@@ -4,6 +4,10 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -18,7 +22,7 @@ namespace {
 
 #if defined(__x86_64__)
 struct Machine {
-  bool avx2 = false, avx512 = false;
+  bool avx2 = false, avx512 = false, amx_bf16 = false, amx = false;
 
   /// Asks the processor itself: to `__builtin_cpu_supports` Zig's runtime answers no on every machine, and its wheels
   /// took generic code.
@@ -30,6 +34,9 @@ struct Machine {
     asm volatile("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));  // which registers the system saves
     avx2 = (b & bit_AVX2) && (saved & 0x06) == 0x06;
     avx512 = avx2 && (b & wide) == wide && (c & bit_AVX512VNNI) && (saved & 0xe6) == 0xe6;
+    const unsigned tiles = 1u << 24 | 1u << 22;  // AMX-TILE, AMX-BF16
+    amx_bf16 = (d & tiles) == tiles;
+    amx = avx512 && amx_bf16 && (saved & 0x60000) == 0x60000;
   }
 };
 #elif defined(__aarch64__) && defined(__linux__)
@@ -38,9 +45,34 @@ bool has_dot_product() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
 bool has_dot_product() { return true; }  // every Apple and Windows ARM machine has it
 #endif
 
+// Whether the system lets the process use tiles. It is asked once; a process that holds no permission is killed at its
+// first tile.
+bool may_use_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  static const bool granted = !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18L /* tile data */);
+  return granted;
+#else
+  return false;
+#endif
+}
+
+// Why tiles of AMX are not used here, or null.
+const char* refuse_amx() {
+#if defined(__x86_64__)
+  const Machine machine;
+  if (!machine.amx_bf16) return "the processor has no AMX with bfloat16";
+  if (!machine.amx) return "the system does not save the registers of AMX";
+  return may_use_tiles() ? nullptr : "the system refuses permission for tile data (arch_prctl, ARCH_REQ_XCOMP_PERM)";
+#else
+  return "the processor has no AMX with bfloat16";
+#endif
+}
+
 const TierKernels* find(const char* name) {
   auto wanted = [name](const char* tier) { return !name || !*name || !strcmp(name, tier); };
+  if (name && !strcmp(name, "amx_emulated")) return tier_amx_emulated();  // for tests: nobody's best tier
 #if defined(__x86_64__)
+  if (wanted("amx") && !refuse_amx()) return tier_amx();
   if (wanted("avx512") && Machine().avx512) return tier_avx512();
   if (wanted("avx2") && Machine().avx2) return tier_avx2();
 #elif defined(__aarch64__)
@@ -115,6 +147,15 @@ int32_t kvbits_set_tier(const char* name) {
   if (!tier) return -1;
   active.store(tier);
   return 0;
+}
+
+const char* kvbits_amx_refusal(void) { return refuse_amx(); }
+
+const char* kvbits_attend_refusal(const kvbits_attend_call* call, const char** name) {
+  const TierKernels* tier = active_tier();
+  const char* why = tier && tier->refuses ? tier->refuses(call) : nullptr;
+  *name = !tier ? "" : why ? tier->otherwise->name : tier->name;
+  return why;
 }
 
 void kvbits_use_openmp(void* parallel) { pool_use_openmp(parallel); }

@@ -90,7 +90,7 @@ std::vector<int64_t> cut(const kvbits_attend_call& call, int b, int64_t total, i
 void build(Work& w, int threads) {
   const kvbits_attend_call& call = *w.plan.call;
   const int group = call.num_heads / call.num_kv_heads;
-  const int tokens = group >= ITEM_ROWS ? 1 : ITEM_ROWS / group;
+  const int item_rows = w.tier->item_rows, tokens = group >= item_rows ? 1 : item_rows / group;
   const int row_blocks = (call.num_tokens + tokens - 1) / tokens;
   const int rows_each = (call.num_tokens < tokens ? call.num_tokens : tokens) * group;
   const int passes = (rows_each + 7) / 8;
@@ -169,6 +169,7 @@ extern "C" int32_t kvbits_attend(const kvbits_attend_call* call) {
   try {
     Work w{{call, nullptr}, active_tier(), {}, {}, {}, nullptr};
     if (!w.tier) return KVBITS_NO_TIER;
+    if (w.tier->refuses && w.tier->refuses(call)) w.tier = w.tier->otherwise;
     const int threads = call->num_threads > 0 ? call->num_threads : pool_available_threads();
     build(w, threads);
     if (!pool_run(threads, static_cast<int64_t>(w.items.size()), w.tier->scratch_bytes, run_item, &w))

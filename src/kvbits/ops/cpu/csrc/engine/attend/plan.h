@@ -33,9 +33,15 @@ struct TierKernels {
   // `next` is the item this thread will run afterwards (its first page is fetched early), or null.
   void (*attend_item)(const AttendPlan* plan, const AttendItem* item, const AttendItem* next, void* scratch);
   const PageKernels* pages;
+  int item_rows = ITEM_ROWS;  // most query rows of an item
+  // Why a call is left to the tier `otherwise`, or null; a tier without it takes every call.
+  const char* (*refuses)(const kvbits_attend_call* call) = nullptr;
+  const TierKernels* otherwise = nullptr;
 };
 
 const TierKernels* tier_generic();
 const TierKernels* tier_avx2();
 const TierKernels* tier_avx512();
 const TierKernels* tier_neon();
+const TierKernels* tier_amx();
+const TierKernels* tier_amx_emulated();

@@ -1,0 +1,55 @@
+// Numbers as one or two bfloat16 terms, whose sum is off by 2^-9 or 2^-17 of the number, in the pairs that tiles hold.
+//
+// Of 32 neighbours along the depth of a product, pair i holds numbers i and 16 + i. Two vectors then make a row of
+// pairs without a shuffle.
+#pragma once
+#include "registers.h"
+
+namespace {
+
+INLINE vi rounded(vf x) { return ((vi)x + 0x8000) & (int)0xffff0000; }
+INLINE vi paired(vi first, vi second) { return (vi)((vu)first >> 16) | second; }
+
+// A row of pairs of each of TERMS terms, `apart` numbers from each other.
+template <int TERMS>
+INLINE void store_pairs(uint16_t* to, int64_t apart, vf first, vf second) {
+  const vi a = rounded(first), b = rounded(second);
+  store_int((int32_t*)to, paired(a, b));
+  if (TERMS > 1) store_int((int32_t*)(to + apart), paired(rounded(first - (vf)a), rounded(second - (vf)b)));
+}
+
+// Numbers of a byte of every word, at `bit`, as 256 plus what the bits say: a shift and a mask put them into the
+// mantissa.
+INLINE vf above_256(vi words, int bit, int bits) {
+  const vi up = bit < 15 ? words << (15 - bit) : shifted_down(words, bit - 15);
+  return (vf)((up & (((1 << bits) - 1) << 15)) | 0x43800000);
+}
+
+// One of two rows whose bit STEP differs, after their words have changed places with the lanes whose bit STEP differs.
+template <int STEP, bool UPPER>
+INLINE vi exchanged_rows(vi a, vi b) {
+  constexpr auto from = [](int lane) {
+    return UPPER ? (lane & STEP ? 16 + lane : lane + STEP) : (lane & STEP ? 16 + lane - STEP : lane);
+  };
+  return __builtin_shufflevector(a, b, from(0), from(1), from(2), from(3), from(4), from(5), from(6), from(7), from(8),
+                                 from(9), from(10), from(11), from(12), from(13), from(14), from(15));
+}
+template <int STEP>
+INLINE void transpose_by(vi (&x)[16]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) {
+    if (i & STEP) continue;
+    const vi a = x[i], b = x[i + STEP];
+    x[i] = exchanged_rows<STEP, false>(a, b);
+    x[i + STEP] = exchanged_rows<STEP, true>(a, b);
+  }
+}
+// Transposes 16 x 16 words.
+INLINE void transpose(vi (&x)[16]) {
+  transpose_by<1>(x);
+  transpose_by<2>(x);
+  transpose_by<4>(x);
+  transpose_by<8>(x);
+}
+
+}  // namespace

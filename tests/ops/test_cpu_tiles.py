@@ -1,0 +1,181 @@
+"""Chunks in tiles (csrc/families/tiles.h) against float64, on AMX where it is and by the emulation of its instructions
+everywhere. Calls that tiles do not serve are the other CPU tests'.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, needs_library, random_call, specs_of
+from ops.test_cpu_attend import assert_close
+
+from kvbits import schemes
+from kvbits.ops.cpu import library
+from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
+
+IN_TILES = [tier for tier in ("amx", "amx_emulated") if tier in TIERS]
+OTHERWISE = {"amx": "avx512", "amx_emulated": "generic"}
+PRESETS = ("raw", "int8_centered", "int8", "int4", "kivi4", "klt4", "klt3", "klt2")
+
+pytestmark = needs_library
+
+
+@pytest.fixture(params=IN_TILES)
+def tiles(request):
+    """The name of a tier that has tiles, in use for the test."""
+    before = library.tier()
+    library.set_tier(request.param)
+    yield request.param
+    library.set_tier(before)
+
+
+def plan_of(case):
+    """Return the case's plan with its pages bound."""
+    plan = case.plan()
+    plan.bind(0, case.stores)
+    return plan
+
+
+def check(case, tiles, noise: float) -> None:
+    """Tiles serve the call, and are as near to float64 as `noise`."""
+    assert plan_of(case).explain() == f"attend by cpu ({tiles})"
+    assert_close(case.attend("cpu"), case.exact(), noise)
+
+
+def noise_of(*specs: QuantSpec) -> float:
+    return max(NOISE[spec.format] for spec in specs)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("group, tokens, pages", [(4, 20, 11), (7, 5, 3), (1, 33, 2), (4, 75, 18)])
+def test_presets(tiles, name, group, tokens, pages):
+    """One tile of rows and many, panels that are full and not, frames of keys in a basis."""
+    for head_dim in (128, 64):
+        scheme = schemes.get(name, head_dim=head_dim)
+        case = random_call(
+            scheme.key,
+            scheme.value,
+            head_dim=head_dim,
+            group=group,
+            tokens=tokens,
+            page_size=scheme.page_size,
+            pages=pages,
+        )
+        check(case, tiles, noise_of(scheme.key, scheme.value))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_granularities(tiles, fmt):
+    """Scales of tokens, groups and channels, with and without biases and means."""
+    for spec in specs_of(fmt):
+        check(random_call(spec, spec, head_dim=128, group=4, tokens=9), tiles, noise_of(spec))
+
+
+@pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (32, 96), (256, 512)])
+def test_widths(tiles, head_dim, value_head_dim):
+    for spec in (
+        RAW,
+        QuantSpec(format="int8", granularity=PerToken()),
+        QuantSpec(format="int4", granularity=PerToken()),
+    ):
+        case = random_call(spec, spec, head_dim=head_dim, value_head_dim=value_head_dim, group=8, tokens=5)
+        check(case, tiles, noise_of(spec))
+
+
+@pytest.mark.parametrize("page_size", [32, 96, 160])
+@pytest.mark.parametrize("name", ["raw", "int8_centered", "int4"])
+def test_page_sizes(tiles, name, page_size):
+    """Blocks of half a page, and slices of less than 32 tokens behind others."""
+    scheme = schemes.get(name, head_dim=64)
+    case = random_call(scheme.key, scheme.value, page_size=page_size, pages=7, group=8, tokens=6)
+    check(case, tiles, noise_of(scheme.key))
+
+
+@pytest.mark.parametrize("window, softcap", [(1, None), (70, None), (None, 15.0), (130, 30.0), (10_000, None)])
+def test_window_and_softcap(tiles, window, softcap):
+    """Rows of a tile that see other tokens than their neighbours, and padding."""
+    for name in ("raw", "int8", "int4", "klt4"):
+        scheme = schemes.get(name, head_dim=64)
+        case = random_call(
+            scheme.key,
+            scheme.value,
+            page_size=scheme.page_size,
+            group=4,
+            tokens=40,
+            pages=5,
+            batch=3,
+            window=window,
+            softcap=softcap,
+        )
+        check(case, tiles, noise_of(scheme.key))
+
+
+def test_maxima_that_rise_from_block_to_block(tiles):
+    """Outputs of a block are summed after the next block's maximum is known."""
+    spec = QuantSpec(format="int8", scale_dtype="float32")
+    case = random_call(spec, spec, head_dim=64, batch=1, pages=9, group=8, tokens=8)
+    case.q *= 30
+    check(case, tiles, 2e-3)
+
+
+def test_float16_queries_and_pages(tiles):
+    for name in ("raw", "int8_centered", "int4"):
+        scheme = schemes.get(name, head_dim=64)
+        case = random_call(scheme.key, scheme.value, group=4, tokens=20, dtype=torch.float16)
+        check(case, tiles, noise_of(scheme.key))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_query_that_is_not_finite_answers_nan_where_it_sees_a_token(tiles, bad):
+    for name in ("raw", "int8_centered", "klt4"):
+        scheme = schemes.get(name, head_dim=64)
+        case = random_call(scheme.key, scheme.value, group=8, tokens=6, pages=3)
+        case.q[0, 1, 2, 60] = bad
+        got, want = case.attend("cpu"), case.exact()
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x.isnan(), y.isnan()) and y[0, 1, 2].isnan().all()
+
+
+def test_the_same_bits_every_time_for_a_thread_count(tiles):
+    case = random_call(QuantSpec(format="int4"), QuantSpec(format="int4"), pages=40, batch=2, group=4, tokens=20)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            first, second = (case.attend("cpu") for _ in "ab")
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+            assert_close(first, case.exact(), NOISE["int4"])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"tokens": 1}, "fewer than 32 query rows share a kv head"),
+        ({"head_dim": 80}, "head_dim is not a multiple of 32"),
+        ({"dtype": torch.float32}, "raw rows of float32"),
+        ({"key": QuantSpec(format="int8", granularity=PerGroup(8))}, "groups are not whole tiles"),
+        ({"value": QuantSpec(format="int2", granularity=PerChannel()), "head_dim": 32}, "rows of codes are not whole"),
+    ],
+)
+def test_what_tiles_do_not_serve_is_served_by_the_other_tier(tiles, change, why):
+    spec = QuantSpec(format="int8", granularity=PerToken())
+    call = {"key": spec, "value": spec, "group": 4, "tokens": 12, "head_dim": 64} | change
+    case = random_call(call.pop("key"), call.pop("value"), **call)
+    said = plan_of(case).explain()
+    assert said.startswith(f"attend by cpu ({OTHERWISE[tiles]}; {tiles}: ") and why in said
+    assert_close(case.attend("cpu"), case.exact(), 2e-2)
+
+
+def test_plans_say_why_there_are_no_tiles():
+    """A processor without AMX, or a system that refuses its registers, is named where AVX-512 serves."""
+    before = library.tier()
+    case = random_call(RAW, RAW, group=8, tokens=4)
+    try:
+        for tier in TIERS:
+            library.set_tier(tier)
+            assert ("; amx: " in plan_of(case).explain()) == (tier == "avx512" and library.amx_refusal() is not None)
+    finally:
+        library.set_tier(before)
+    assert ("amx" in TIERS) == (library.amx_refusal() is None)
