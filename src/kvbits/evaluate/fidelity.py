@@ -107,7 +107,7 @@ class Fidelity:
         return sum(self.kl) / len(self.kl)
 
     def kl_quantile(self, q: float) -> float:
-        """Nats; the `q` quantile over tokens, between two of them by a straight line."""
+        """Return nats: the `q` quantile over tokens, between two of them by a straight line."""
         return torch.tensor(self.kl).quantile(q).item()
 
     @property

@@ -59,7 +59,7 @@ def paired_records(records: dict[str, dict[str, Any]], base: dict[str, dict[str,
 
 
 def agreement(same: list[bool]) -> dict[str, Any]:
-    """Share of questions to which two caches give the same answer; nothing where there is no question.
+    """Return the share of questions to which two caches give the same answer; nothing where there is no question.
 
     Returns:
         agreement, agreement_low, agreement_high: the share and its 95 % interval, that of `paired` against a cache that

@@ -48,7 +48,7 @@ class Rows:
 
     @torch.no_grad()
     def append(self, texts: Sequence[torch.Tensor], chunk: int) -> torch.Tensor:
-        """Logits [B, vocabulary] after the next tokens of each row, int64 [num_tokens], which end together."""
+        """Return logits [B, vocabulary] after the next tokens of each row, int64 [num_tokens], which end together."""
         length = max(map(len, texts))
         ids = torch.stack([torch.cat([t.new_zeros(length - len(t)), t.cpu()]) for t in texts])
         real = torch.arange(length) >= length - torch.tensor([len(t) for t in texts])[:, None]
@@ -133,7 +133,7 @@ def generate_forked(
     chunk: int,
     stop: Callable[[list[int]], bool] = lambda tokens: False,
 ) -> list[list[list[int]]]:
-    """Greedy tokens after each continuation of each prompt, as `generate` of a prompt and a continuation.
+    """Return greedy tokens after each continuation of each prompt, as `generate` of a prompt and a continuation.
 
     A prompt is fed once, and its sequence forked: continuations read it as stored. Caches that store padding get each
     prompt again for each continuation.

@@ -227,7 +227,7 @@ def _lead(results: Results) -> str:
 
 
 def _opening(picture: str) -> str:
-    """Embed an SVG as an image, whose colours follow the page's theme."""
+    """Return an SVG as an image, whose colours follow the page's theme."""
     if not picture:
         return ""
     source = base64.b64encode(picture.encode()).decode()

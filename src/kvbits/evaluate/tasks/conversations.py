@@ -124,7 +124,7 @@ class Conversation:
     wanted: list[Call]
 
     def messages(self, turns: int, asked: str) -> list[Message]:
-        """All messages up to a user's last turn, with so many `turns` of minutes."""
+        """Return all messages up to a user's last turn, with so many `turns` of minutes."""
         minutes = [(i / turns, self.minutes(i)) for i in range(turns)]
         found = list(self.start)
         for _, text in sorted(self.told + minutes, key=lambda one: one[0]):
@@ -133,7 +133,7 @@ class Conversation:
 
 
 def person(rng: random.Random) -> str:
-    """A made-up name."""
+    """Return a made-up name."""
     last = "".join(rng.choice(LAST) + rng.choice(TOWNS) for _ in range(3))
     return f"{rng.choice(FIRST)} {last.capitalize()}"
 
@@ -213,7 +213,7 @@ THINGS = {
 def converse(
     rng: random.Random, *, asked: int, things: int = 2, kinds: int = 4, changed: float = 1 / 3
 ) -> Conversation:
-    """Draw a conversation.
+    """Generate a conversation.
 
     Args:
         asked: calls that users ask for.
@@ -265,7 +265,7 @@ def converse(
 
 
 def minutes(rng: random.Random) -> str:
-    """A user's turn about other things."""
+    """Return a user's turn about other things."""
     lines: tuple[Callable[[], str], ...] = (
         lambda: f"{person(rng)} asked {rng.choice(PLACES)} for {rng.choice(GOODS)} on {rng.choice(DAYS)}.",
         lambda: f"The {rng.choice(GOODS)} for {rng.choice(PLACES)} came {rng.randrange(2, 60)} minutes late.",
@@ -302,14 +302,14 @@ def chat_text(tokenizer: Any, messages: list[Message], functions: tuple[Function
 
 
 def writes_functions(tokenizer: Any) -> bool:
-    """Tell whether a chat template writes functions that it is given."""
+    """Return whether a chat template writes functions that it is given."""
     schema = Function("schedule", "delivery", ()).schema
     asked = [{"role": "user", "content": "?"}]
     return "schedule_delivery" in tokenizer.apply_chat_template(asked, tools=[schema], tokenize=False)
 
 
 def _plain(messages: list[Message], schemas: list[dict[str, Any]]) -> list[Message]:
-    """Messages without calls and results: those are text of the assistant and of the user."""
+    """Return messages without calls and results: those are text of the assistant and of the user."""
     functions = TOLD_TO_CALL.format(functions="\n".join(json.dumps(s) for s in schemas))
     found: list[Message] = []
     for m in messages:

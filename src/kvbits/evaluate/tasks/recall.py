@@ -98,7 +98,7 @@ class PartsTask(Task):
         }
 
     def figures(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-        """Figures of some items, as `summary`."""
+        """Return figures of some items, as `summary`."""
         return parts_summary(records, base)
 
 

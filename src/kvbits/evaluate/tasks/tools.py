@@ -31,7 +31,7 @@ from .recall import PartsTask
 
 MAX_NEW_TOKENS = 192
 END = "</tool_call>"
-"""Ends a call where the format has such an end; others end with the turn."""
+"""The end of a call, where the format has such an end; others end with the turn."""
 
 Item = tuple[torch.Tensor, list[torch.Tensor], list[Call]]
 
@@ -104,7 +104,7 @@ class ToolsTask(PartsTask):
 
 
 def calls_together(records: dict[str, Record], base: dict[str, Record]) -> list[bool]:
-    """Tell of each conversation whether the call is the other's, where the other's parses."""
+    """Return for each conversation whether the call is the other's, where the other's parses."""
     return [
         call == wanted
         for key, other in base.items()
@@ -138,7 +138,7 @@ def digest(call: Call | None) -> str | None:
 
 
 def _whole(value: Any) -> Any:
-    """JSON data whose whole numbers are integers: 14.0 is 14."""
+    """Return JSON data whose whole numbers are integers: 14.0 is 14."""
     if isinstance(value, dict):
         return {name: _whole(one) for name, one in value.items()}
     if isinstance(value, list):

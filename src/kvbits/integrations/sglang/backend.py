@@ -102,7 +102,7 @@ class KVBitsBackend(AttentionBackend):
             self._announce(name, args)
 
     def _announce(self, name: str, args: Any) -> None:
-        """Say in the log and, if it has some, in the engine's metrics what the format holds and costs."""
+        """Report in the log and, if it has some, in the engine's metrics what the format holds and costs."""
         bits, tokens, model = self._pool.layout.bits_per_element, self._pool.size, model_of(args)
         times, cost = 16 / bits, accuracy(model, name)
         logger.info(

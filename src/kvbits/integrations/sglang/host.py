@@ -113,7 +113,7 @@ def _copy(
 
 
 def host_pool(original: Any, *, kv_pool: Any, **options: Any) -> Any:
-    """Around `build_kv_host_pool`, which HiCache calls for the device's pool."""
+    """Wrap `build_kv_host_pool`, which HiCache calls for the device's pool."""
     if not isinstance(kv_pool, KVBitsPool):
         return original(kv_pool=kv_pool, **options)
     return KVBitsHostPool(kv_pool, get_memory().hicache_ratio, get_memory().hicache_size)

@@ -87,7 +87,7 @@ def _model(config: Any) -> ModelRef:
 
 
 def share(vllm_config: Any) -> float:
-    """Bytes of packed pages over those of 16 bits, in the layers that are packed.
+    """Return bytes of packed pages over those of 16 bits, in the layers that are packed.
 
     Raises:
         UnsupportedError: layers that kvbits does not know.

@@ -33,7 +33,10 @@ def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
 
 
 def formats_of(vllm_config: Any) -> tuple[Format | None, ...]:
-    """The format of each layer that stores keys and values; None where it stays raw. Errors are `layer_formats`'."""
+    """Return the format of each layer that stores keys and values, or None where it stays raw.
+
+    Raises as `layer_formats` does.
+    """
     path = options_of(vllm_config).scheme
     if not path:
         raise UnsupportedError(

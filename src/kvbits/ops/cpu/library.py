@@ -269,7 +269,7 @@ def set_tier(name: str) -> None:
 
 
 def amx_refusal() -> str | None:
-    """Say why this machine attends in no tiles of AMX, or None where it does."""
+    """Return why this machine attends in no tiles of AMX, or None where it does."""
     found = library().kvbits_amx_refusal()
     return found.decode() if found else None
 

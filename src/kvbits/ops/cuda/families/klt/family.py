@@ -234,9 +234,11 @@ def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> 
 
 
 def _mergers(warps: int, fold: bool) -> int:
-    """Warps that merge a unit which warps leave one by one: all, whose wait makers of queries use, but few of many that
-    fold. klt4 at 128 x 2,048 tokens took 156.4 us with seven of seven, 165.3 with four; klt2 at 32 x 4,096 85.8 us with
-    eleven of eleven, 90.1 with four; folding, at 128 x 2,048, 205.6 with two of eleven, 217.2 with four.
+    """Return how many warps merge a unit that warps leave one by one.
+
+    All do, since makers of queries use the wait, but only two of many warps that fold. klt4 at 128 x 2,048 tokens took
+    156.4 us with seven of seven and 165.3 us with four. klt2 at 32 x 4,096 took 85.8 us with eleven of eleven and 90.1
+    us with four; folding, at 128 x 2,048, 205.6 us with two of eleven and 217.2 us with four.
     """
     return 2 if fold and warps > 7 else warps
 
