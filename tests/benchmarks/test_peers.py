@@ -238,6 +238,7 @@ BITS = {
     "int4_per_token_head": 4.5,
     "fp8_unscaled": 8.0,
     "q4_0_rotated": 4.5,
+    "q8_0_rotated": 8.5,
 }
 
 
