@@ -277,9 +277,10 @@ def minutes(rng: random.Random) -> str:
 
 
 def chat_text(tokenizer: Any, messages: list[Message], functions: tuple[Function, ...]) -> str:
-    """Write messages as the model's chat template does, up to where the assistant begins.
+    """Write messages as the model's chat template does, and the opening of a call, up to the function's name.
 
-    A template that does not write functions gets them, and the form of a call, in the system turn (`TOLD_TO_CALL`).
+    So the assistant has to call, as with `tool_choice="required"` of a server. A template that does not write functions
+    gets them, and the form of a call, in the system turn (`TOLD_TO_CALL`).
 
     Raises:
         DataError: the tokenizer has no chat template, or its template refuses the messages.
@@ -289,16 +290,21 @@ def chat_text(tokenizer: Any, messages: list[Message], functions: tuple[Function
             "tools: the tokenizer has no chat template, so nothing says how a call looks; take an instruct model"
         )
     schemas = [f.schema for f in functions]
-    try:
+
+    def written(name: str) -> str:
+        call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": {}}}
+        whole = [*messages, {"role": "assistant", "content": "", "tool_calls": [call]}]
         if writes_functions(tokenizer):
-            found = tokenizer.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, tokenize=False)
-        else:
-            found = tokenizer.apply_chat_template(_plain(messages, schemas), add_generation_prompt=True, tokenize=False)
+            return str(tokenizer.apply_chat_template(whole, tools=schemas, tokenize=False))
+        return str(tokenizer.apply_chat_template(_plain(whole, schemas), tokenize=False))
+
+    try:
+        one, other = written("a"), written("b")
     except Exception as error:  # templates are programs: Jinja raises what they raise
         raise DataError(
             f"tools: the chat template refuses a conversation with calls: {error}; take another model"
         ) from error
-    return str(found)
+    return one[: next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)]
 
 
 def writes_functions(tokenizer: Any) -> bool:

@@ -1,8 +1,8 @@
 """Calls of functions in conversations that grow: does a cache write the call that the 16-bit cache writes?
 
 A conversation (`conversations`) is filled with minutes up to --contexts tokens, as the model's chat template writes it.
-Its history is stored once. Each of `ToolsTask.ASKED` last turns continues a fork of it, and the model writes one call,
-greedily.
+Its history is stored once. Each of `ToolsTask.ASKED` last turns continues a fork of it. The template opens a call, and
+the model writes the rest, greedily: the function's name and its arguments.
 
 A call is right if its name and all arguments are those that users told, compared as JSON. It agrees if it is the call
 that the 16-bit cache wrote, whether that one is right or not. Conversations whose 16-bit call does not parse are left
@@ -90,8 +90,8 @@ class ToolsTask(PartsTask):
         histories, asked, wanted = zip(*map(self.item, keys), strict=True)
         written = generate_forked(self.context.model, f, histories, asked, MAX_NEW_TOKENS, self.chunk, ends)
         found = []
-        for mine, right in zip(written, wanted, strict=True):
-            texts = list(map(text, mine))
+        for mine, turns, right in zip(written, asked, wanted, strict=True):
+            texts = [text([*turn.tolist(), *tokens]) for turn, tokens in zip(turns, mine, strict=True)]
             calls = [digest(call_of(one)) for one in texts]
             same = "".join("01"[call == digest(one)] for call, one in zip(calls, right, strict=True))
             found.append({"right": same, "calls": calls, "answer": texts})
