@@ -126,8 +126,6 @@ def milliseconds_table(benchmarks: Path) -> str:
 
 SHORT, LONG, LONGEST = "eval-1024", "eval-8192", "eval-32768"
 """Folders beside the results, of `kvbits eval --tasks fidelity --length 1024` and `--length 8192`, in chunks of 16."""
-AT_LENGTH = (LONG, f"{LONG}-second")
-"""Folders of windows of 8,192 tokens; the second has `klt` presets in their second edition."""
 UNMEASURED = "not measured"
 EARLIER = "†"
 """Mark of a cell of `preset_table` that was measured in a format which the preset has no more."""
@@ -142,7 +140,7 @@ def numbers(benchmarks: Path) -> str:
     row = tables_gpu.against_bf16(data)["decode", False, "largest"][f"kvbits_{HEADLINE}"]
     faster = row["tokens_per_s"] / row["base"]["tokens_per_s"]
     mark = EARLIER * outdated(row["kv_cache_dtype"], data["runs"][row["run"]])
-    worst = _worst(_by_model(HEADLINE, _models_in(benchmarks, *AT_LENGTH)))
+    worst = _worst(_by_model(HEADLINE, _models_in(benchmarks, LONG)))
     parts = (
         f"**{16 / _held(HEADLINE):.1f} times** the tokens in the same memory",
         f"**{faster:.1f} times**{mark} the tokens a second",
@@ -167,7 +165,7 @@ def preset_table(benchmarks: Path) -> str:
     Args:
         benchmarks: the folder benchmarks/results; a cell of what is not there has `UNMEASURED`.
     """
-    at_length = _models_in(benchmarks, *AT_LENGTH)
+    at_length = _models_in(benchmarks, LONG)
     gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], _cpu_benchmark(benchmarks)
     rows, made, judged, timed = [], [], {}, []
     for name, when in TAKEN.items():
@@ -782,7 +780,7 @@ def calculator_figures(benchmarks: Path) -> str:
     tokens a second of one GPU, 16 bits and presets in a CUDA graph alike, and where both come from. What was measured
     in an earlier format is left out.
     """
-    models = _models_in(benchmarks, *AT_LENGTH)
+    models = _models_in(benchmarks, LONG)
     loss: dict[str, dict[str, Any]] = {}
     judged: list[dict[str, Any]] = []
     for name in schemes.CORE:
