@@ -294,7 +294,7 @@ def test_the_file_is_read_as_caches_and_gives_the_figures_of_before(tmp_path):
         out=tmp_path,
         options=Options(windows=2, length=200, chunk=32),
     ).run(tiny.model(key_bias=4.0), tiny.tokenizer(), progress=False)["fidelity"]
-    assert list(found) == ["32-bit", *KLS]
+    assert list(found) == ["32-bit", *caches]
     assert {name: found[name]["kl_mean"] for name in KLS} == pytest.approx(KLS, rel=1e-2, abs=1e-9)
 
 
