@@ -1,8 +1,10 @@
-"""Decoding with stock SGLang on a GPU: step times, largest batches, capacity, by format; `bench_serve_vllm.py decode`
-is vLLM's.
+"""Serving with stock SGLang: step times, largest batches, capacity, and users of long chats, by format;
+`bench_serve_vllm.py decode` and `turns` are vLLM's.
 
     python benchmarks/bench_serve_sglang.py --format bf16 --shapes 48x512 --largest 8192
     python benchmarks/bench_serve_sglang.py --format int8_centered --shapes 48x512 --largest 8192
+    python benchmarks/bench_serve_sglang.py --format int8_centered --users 64 --engine
+                                            '{"enable_hierarchical_cache": true, "hicache_ratio": 4}'
 
 One process measures one format and adds its rows to `--out`; ratios are of rows of one session on one machine. Weights
 are random, of a model's geometry; `bf16` is SGLang's own backend (`--baseline`). Prompts are not computed, for any
@@ -10,6 +12,10 @@ format: a plugin of this file skips the layers of their steps and fills the page
 numbers. A step's time is the median distance of the tokens that one streamed request of the batch gets while all of
 them decode. SGLang's own defaults otherwise: overlapped scheduling, full graphs of decoding steps. Keys in a calibrated
 basis get a random orthogonal one; their history is read packed, and only the tokens of the batch's own steps raw.
+
+With `--users` all prompts are computed, and chats are those of `bench_serve_vllm.py turns`: a row for each number of
+users says what share of prompt tokens SGLang found in its caches, and what share of those came from host memory.
+On a CPU all of it runs in the environment of tests/integrations/run_sglang_cpu.sh, with `--geometry tiny`.
 """
 
 from __future__ import annotations
@@ -25,6 +31,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from loads import Chats, Request, Update, drive
 
 OUT = Path(__file__).parent / "results" / "nvidia-h100" / "serve_sglang.json"
 
@@ -56,6 +64,17 @@ def _filled(original: Any, pool: Any, *more: Any, **options: Any) -> None:
         x.view(torch.uint8).random_(0x20, 0x3C)
 
 
+def _install() -> None:
+    """Let SGLang's processes find `register`."""
+    plugin = Path(tempfile.mkdtemp()) / "bench_serve_sglang-0.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_serve_sglang\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench_serve_sglang:register\n")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(plugin.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
+
+
 def engine(args: argparse.Namespace, context: int, requests: int, captured: list[int]) -> Any:
     """`sglang.Engine` with dummy weights."""
     from bench_serve_vllm import model_directory, random_bases
@@ -66,13 +85,8 @@ def engine(args: argparse.Namespace, context: int, requests: int, captured: list
     )
     if bases := random_bases(model, name):
         os.environ["KVBITS_SGLANG"] = json.dumps(bases["kvbits"])
-    plugin = Path(tempfile.mkdtemp()) / "bench_serve_sglang-0.dist-info"
-    plugin.mkdir()
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_serve_sglang\nVersion: 0\n")
-    (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench_serve_sglang:register\n")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(plugin.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    )
+    if not args.users:
+        _install()
     os.environ["HF_HUB_OFFLINE"] = "1"
     import sglang
 
@@ -84,7 +98,7 @@ def engine(args: argparse.Namespace, context: int, requests: int, captured: list
         "max_running_requests": requests,
         "log_level": "warning",
         "attention_backend": args.baseline if args.format == "bf16" else name,
-        "disable_radix_cache": True,
+        "disable_radix_cache": not args.users,
         "cuda_graph_bs_decode": captured,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
@@ -129,6 +143,112 @@ def decode_step(llm: Any, batch: int, context: int, steps: int) -> tuple[float, 
     return 1000 * step, 1000 * apart
 
 
+class Served:
+    """An engine of SGLang as `loads.drive` asks it: each request is a task of its event loop.
+
+    Attributes:
+        from_host: tokens of prompts that came from host memory.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm, self.now, self.from_host = llm, time.perf_counter, 0
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._updates: list[Update] = []
+
+    def wait(self, seconds: float) -> None:
+        self._llm.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def add(self, request: Request) -> None:
+        self._tasks[request.name] = self._llm.loop.create_task(self._ask(request))
+
+    async def _ask(self, request: Request) -> None:
+        asked = {"temperature": 0, "max_new_tokens": request.answer, "ignore_eos": True}
+        stream = await self._llm.async_generate(
+            input_ids=request.prompt, sampling_params=asked, rid=request.name, stream=True
+        )
+        made = 0
+        async for output in stream:
+            meta, ids = output["meta_info"], output["output_ids"]
+            new = ids[made - meta["completion_tokens"] :] if made < meta["completion_tokens"] else []
+            made = meta["completion_tokens"]
+            finished = meta["finish_reason"] is not None
+            if finished:
+                self.from_host += (meta.get("cached_tokens_details") or {}).get("host", 0)
+            self._updates.append(Update(request.name, new, finished, meta["cached_tokens"]))
+
+    def step(self) -> list[Update]:
+        self.wait(0.001)
+        found, self._updates = self._updates, []
+        self._tasks = {name: task for name, task in self._tasks.items() if not task.done() or task.result()}
+        return found
+
+    def busy(self) -> bool:
+        return bool(self._tasks or self._updates)
+
+    def abort(self, names: list[str]) -> None:
+        async def ended() -> None:
+            for name in names:
+                self._llm.tokenizer_manager.abort_request(name)
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+        self._llm.loop.run_until_complete(ended())
+        self._tasks, self._updates = {}, []
+
+
+def run_turns(args: argparse.Namespace) -> None:
+    from bench_serve_vllm import milliseconds, vocabulary
+    from run_files import append
+
+    history, answers = tuple(args.history), tuple(args.answer_tokens)
+    longest = history[1] + 4 * answers[1]
+    llm = engine(args, longest + 8, args.running, [n for n in (1, 2, 4, *range(8, 257, 8)) if n <= args.running])
+    total = llm.get_server_info()["max_total_num_tokens"]
+    for users in args.users:
+        llm.flush_cache()
+        chats = Chats(
+            users=users,
+            vocabulary=vocabulary(args),
+            system=min(1024, history[0] // 2),
+            history=history,
+            longest=longest,
+            message=answers,
+            answer=answers,
+            think=args.think,
+        )
+        # every chat was in the cache once, in the order in which users wrote
+        before = chats.histories(users * longest)
+        for prompt in before:
+            llm.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1})
+        server = Served(llm)
+        seen, seconds = drive(server, chats, lambda now, _: now >= args.seconds)
+        begun = [t for t in seen.values() if t.first is not None]
+        prompts = max(1, sum(t.prompt for t in begun))
+        found = {
+            "mode": "turns",
+            "kv_cache_dtype": args.format if args.format == "bf16" else f"kvbits_{args.format}",
+            "geometry": args.geometry,
+            "layers": args.layers,
+            "gpus": 1,
+            "compiled": False,
+            "options": json.loads(args.engine),
+            "batch": users,
+            "context": history[1],
+            "load": {"history": history, "answers": answers, "think_s": args.think, "running": args.running},
+            "users": users,
+            "turns": len(begun),
+            "waiting": len(seen) - len(begun),
+            "seconds": round(seconds, 1),
+            "held_at_start": len(before),
+            "hit_rate": round(sum(t.cached for t in begun) / prompts, 4),
+            "host_rate": round(server.from_host / prompts, 4),
+            **milliseconds(list(seen.values()), seconds),
+            "tokens_per_s": round(sum(t.made for t in seen.values()) / seconds, 1),
+            "capacity_tokens": total,
+        }
+        append([found], args.out)
+    llm.shutdown()
+
+
 def main() -> None:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--format", required=True, help="bf16, int8_centered, klt4, ..")
@@ -147,12 +267,20 @@ def main() -> None:
         help="bound of the largest batch, a multiple of 8; graphs are captured from half of it up",
     )
     found.add_argument("--steps", type=int, default=64, help="tokens of each sequence, half of them past its context")
+    found.add_argument("--users", type=int, nargs="*", default=[], help="of long chats, instead of shapes")
+    found.add_argument("--history", type=int, nargs=2, default=[8192, 30720], help="tokens of a chat when it begins")
+    found.add_argument("--answer-tokens", type=int, nargs=2, default=[64, 512], help="of answers, messages as well")
+    found.add_argument("--think", type=float, default=15, help="mean seconds between an answer and the next message")
+    found.add_argument("--running", type=int, default=128, help="requests of chats that run at once")
+    found.add_argument("--seconds", type=float, default=90, help="of chats that are measured")
     found.add_argument("--out", type=Path, default=OUT)
     args = found.parse_args()
     from run_files import append, this_run
 
     this_run()
-
+    if args.users:
+        run_turns(args)
+        return
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes]
     captured = sorted(
         {b for b, _ in shapes}
