@@ -38,7 +38,7 @@ night=(-m "not night")
 [ -z "${KVBITS_NIGHT:-}" ] || night=()
 export OMP_NUM_THREADS=1
 [ -n "${KVBITS_INSTALL:-}" ] || "$environment/bin/python" -m pytest -q -n 2 --dist worksteal --durations=20 ${night[@]+"${night[@]}"} \
-  tests/integrations/test_vllm_{engine,copies,klt,models,mtp,scheme,transfer}.py
+  tests/integrations/test_vllm_{engine,copies,klt,models,mtp,pool,scheme,transfer}.py
 
 kernels=$environment-kernels
 others=$(echo "$PWD/$environment"/lib/python*/site-packages)

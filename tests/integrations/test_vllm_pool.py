@@ -19,8 +19,10 @@ from kvbits.integrations.vllm import copies
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 DTYPE = "kvbits_int4"
 RAW = {"raw_newest": 64, "raw_first": 64}
-RING = 3 * 64 * 2 * 2 * (64 + 64) * 4
-"""Bytes of a request's copies: two layers, two heads of 64 keys and values in float32, three pages of 64 tokens."""
+PAGE = 64 * 2 * 2 * (64 + 64) * 4
+"""Bytes of 64 raw tokens: two layers, two heads of 64 keys and values in float32."""
+RING = 3 * PAGE
+"""Bytes of a request's copies: the newest two pages and the first."""
 
 
 def worker_of(llm):
@@ -103,7 +105,7 @@ def test_the_defaults_hold_as_many_tokens_as_planned(model, engine, calibration)
         raw_dtype="float32",
     ).rows[0]
     pool = worker_of(llm).kvbits_copies
-    assert pool.rings.count == row.copied == memory // 20 // RING > 1
+    assert pool.rings.count == row.copied == memory // 20 // (4 * PAGE) > 1, "three newest pages and the first"
     assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks * 64 == row.max_context
 
 
