@@ -526,7 +526,7 @@ def tails_tables(benchmarks: Path) -> tuple[str, ...]:
     shown: list[int | str] = [*lengths, "own"]
     for (model, length), rows in every.items():
         names = sorted(
-            {name for name, _ in rows}, key=lambda n: min(r["held_bits"] for (m, _), r in rows.items() if m == n)
+            {name for name, _ in rows}, key=lambda n: (min(r["held_bits"] for (m, _), r in rows.items() if m == n), n)
         )
         for name in names:
             cells = []
