@@ -252,8 +252,12 @@ def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, 
             result,
             calibration=c if options else None,
         )
-    accepted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
-    assert accepted > 60 if draft == "llama" else accepted < 60
+    drafted, accepted = (
+        sum(m.value for m in llm.get_metrics() if m.name == f"vllm:spec_decode_num_{name}_tokens")
+        for name in ("draft", "accepted")
+    )
+    print(f"{draft}: {accepted} of {drafted} drafts accepted")
+    assert accepted > 0.9 * drafted if draft == "llama" else accepted < 60
     for one in itertools.chain(*layers_by_owner(llm, 2)):
         assert one.call.layout.key.has_offsets and bool(one.call.rings) == (not options)
 

@@ -116,11 +116,13 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         return found
 
     def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return int64 [rows] query and sequence lengths of the rows from `first` on; on the host, where they are exact
-        for these rows.
+        """Return int64 [rows] query and sequence lengths of the rows from `first` on, on the host.
+
+        A GPU's lengths are not waited for: vLLM's bound is exact for rows of prompts. Where a draft model reads the
+        token that was just sampled, vLLM lengthens the row and its length on the device, and leaves the bound behind.
         """
         starts = m.query_start_loc_cpu[: m.num_reqs + 1].numpy().astype(np.int64)
-        bound = m.seq_lens_cpu_upper_bound
+        bound = m.seq_lens if m.seq_lens.device.type == "cpu" else m.seq_lens_cpu_upper_bound
         if bound is None:
             raise UnsupportedError(
                 "this model runner gives attention backends no lengths on the host; use vLLM's default runner"
