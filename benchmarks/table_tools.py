@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvbits.errors import KvbitsError, SpecError
 from kvbits.evaluate.paired import agreement, paired, points, share
 from kvbits.evaluate.tasks.tools import calls_together
 from kvbits.report.collect import Cell, Model, collect
@@ -56,6 +57,8 @@ def tools_table(folder: Path) -> str:
     for m in collect(folder).models.values():
         if "tools" in m.tasks:
             by_name.setdefault(m.name, []).append(m)
+    if not by_name:
+        raise SpecError(f"{folder} has no results of `kvbits eval --tasks tools`; give the folder that --out named")
     cells = [c for some in by_name.values() for m in some[:2] for c in m.tasks["tools"].values()]
     schemes = list(dict.fromkeys(c.scheme for m, *_ in by_name.values() for c in [*m.tasks["tools"].values()][1:]))
     rows = [row for m, *others in by_name.values() for row in rows_of(m, others[0] if others else None, schemes)]
@@ -67,5 +70,8 @@ def tools_table(folder: Path) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    print(tools_table(parser.parse_args().folder))
+    parser.add_argument("folder", type=Path, help="results of `kvbits eval --tasks tools`")
+    try:
+        print(tools_table(parser.parse_args().folder))
+    except KvbitsError as e:
+        parser.error(str(e))

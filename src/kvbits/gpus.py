@@ -89,7 +89,7 @@ def gpu_memory(text: str) -> Memory:
         exact = f"{size * 1000}MB is {size} x 10**9 bytes, {size}GiB {size} x 2**30"
         return Memory(
             CARDS[name][1] * MIB,
-            f"{size}GB is taken as the card of that name with least, {name}: {_size(name)}, as torch reports it{more};"
+            f"{size}GB is taken as the smallest card of that name, {name}: {_size(name)}, as torch reports it{more};"
             f" {exact}",
         )
     try:

@@ -37,7 +37,7 @@ def parse_bytes(text: str, what: str = "memory") -> int:
     match, text = _NUMBER.fullmatch(text.strip()), _shown(text)
     if match is None or match[3].upper() not in _BYTES:
         raise SpecError(
-            f"{what} {text!r} is not understood; write it with its unit, like 24GB (24 x 10**9 bytes) or 24GiB (24 x"
+            f"{what} {text!r} is not understood; write it with its unit, like 75GB (75 x 10**9 bytes) or 75GiB (75 x"
             " 2**30), above 0"
         )
     if match[3].endswith("b") and match[3][:1].isupper():

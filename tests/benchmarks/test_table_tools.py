@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from table_tools import tools_table
 
+from kvbits.errors import SpecError
 from kvbits.evaluate import results
 from kvbits.evaluate.tasks.tools import ToolsTask
 from kvbits.runs import FIELDS
@@ -32,6 +35,11 @@ def write(tmp_path):
         return tmp_path
 
     return write
+
+
+def test_results_of_other_tasks_alone_are_an_error():
+    with pytest.raises(SpecError, match="--tasks tools"):
+        tools_table(Path(__file__).parents[2] / "benchmarks" / "results" / "eval-1024")
 
 
 def row(folder):

@@ -75,6 +75,9 @@ def test_a_histogram_keeps_the_quantile_to_its_resolution():
         assert histogram_quantile(histogram(values), q) == pytest.approx(
             torch.tensor(values).quantile(q).item(), rel=0.03
         )
+    few = [0.001 * 1.5**i for i in range(20)]  # where two neighbours are far apart, as the largest KLs are
+    for q in (0.5, 0.99, 0.999, 1.0):
+        assert histogram_quantile(histogram(few), q) == pytest.approx(torch.tensor(few).quantile(q).item(), rel=0.012)
     assert histogram_quantile(histogram([0.0, 0.0, 1.0]), 0.5) == 0.0
     assert sum(histogram([0.0, 0.1, 0.1]).values()) == 3
 

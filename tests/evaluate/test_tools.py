@@ -24,7 +24,7 @@ from kvbits.evaluate.tasks import Context, load
 from kvbits.evaluate.tasks.conversations import KINDS, PARAMETERS, chat_text, converse, writes_functions
 from kvbits.evaluate.tasks.tools import ToolsTask, call_of, calls_together, digest
 from kvbits.evaluate.texts import Text, novel
-from kvbits.integrations.models import load_model
+from kvbits.integrations.models import load_model, load_tokenizer
 from kvbits.model_ref import ModelRef
 
 TEXTS = (Text("one", novel()[:40_000]),)
@@ -198,6 +198,16 @@ def test_room_is_asked_for_before_a_model_runs():
         DataError, match=r"tools calls:300:0: 300 tokens have no room .*; give --contexts of \d{4,} at least"
     ):
         load("tools")(context)
+
+
+@pytest.mark.skipif(
+    trained() is None,
+    reason=f"needs SmolLM2-135M-Instruct: a folder of that name in KVBITS_MODELS, or {embedded.INSTALL}",
+)
+def test_usual_lengths_have_room_for_all_calls():
+    ref = ModelRef.find(trained())
+    task = load("tools")(Context(ref, load_tokenizer(ref), TEXTS, Options()))
+    assert len({key.split(":")[1] for key in task.item_keys()}) == len(ToolsTask.usual_contexts)
 
 
 @pytest.mark.skipif(

@@ -33,3 +33,4 @@ def test_the_plan_command_says_so():
     command = "plan --layers 4 --kv-heads 8 --head-dim 128 --context"
     assert "saves memory and no time on a GPU" in text_of(f"{command} 512")
     assert "no time on a GPU" not in text_of(f"{command} 65536")
+    assert "no time on a GPU" not in text_of(f"{command} 512 --ram 16GB --weights 1GB")  # a machine without a GPU

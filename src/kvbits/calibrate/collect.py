@@ -260,7 +260,7 @@ def _see_queries(
     with (
         evaluating(model),
         in_fast_dtype(model),
-        bar("bases", sum(len(ids) for ids, _, _ in prompts), enabled=progress) as advance,
+        bar("calibrating bases", sum(len(ids) for ids, _, _ in prompts), enabled=progress) as advance,
     ):
         for ids, mask, valid in prompts:
 

@@ -30,7 +30,7 @@ class Checked(InDtype):
     """Options of `kvbits check`: what is screened."""
 
     scheme: str = setting(RECOMMENDED, "The one scheme to screen: a preset, or a file of your own (.json).")
-    text: str = setting("novel", "Text like what the model will read: a file, hub:ID, or novel (shipped).")
+    text: str = setting("novel", "Text like what the model will read: a file, hub:ID, or the shipped novel or code.")
     calibration: Path | None = setting(
         None, "File of `kvbits calibrate`, for schemes that need one; with a --text that it was not made on."
     )

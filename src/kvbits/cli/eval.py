@@ -31,7 +31,7 @@ class Evaluated(OfSchemes, InDtype):
         shown="fidelity",
     )
     text: list[str] | None = setting(
-        None, "Text to evaluate on: a file, hub:ID, novel (shipped). Repeatable.", shown="novel"
+        None, "Text to evaluate on: a file, hub:ID, or the shipped novel or code. Repeatable.", shown="novel"
     )
     calibration_text: str | None = setting(
         None,

@@ -369,7 +369,7 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
             f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and"
             " kivi4 do not."
         )
-    return notes + _short_sequences(found) + _speed(found)
+    return notes + _short_sequences(found) + ([] if room.in_ram else _speed(found))
 
 
 NAMED = 6

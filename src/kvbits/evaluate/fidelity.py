@@ -16,6 +16,8 @@ dp"). That tool scores the second half of each window alone, and its stored refe
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -233,15 +235,24 @@ def histogram(values: list[float]) -> dict[str, int]:
 
 
 def histogram_quantile(counts: dict[str, int], q: float) -> float:
-    """Return the quantile of what was counted, to the bin's middle (1.1 % off at most)."""
-    total = sum(counts.values())
+    """Return the quantile of what was counted, between two values by a straight line. Each value is the middle of its
+    bin (1.1 % off at most).
+
+    Raises:
+        DataError: nothing was counted.
+    """
+    if not (total := sum(counts.values())):
+        raise DataError("the quantile of an empty histogram; score at least one token")
     ordered = sorted((-math.inf if name == "zero" else int(name), n) for name, n in counts.items())
-    wanted, seen = q * (total - 1), 0
-    for b, n in ordered:
-        seen += n
-        if seen > wanted:
-            return 0.0 if b == -math.inf else 2.0 ** ((b + 0.5) / BINS_PER_OCTAVE)
-    raise DataError("the quantile of an empty histogram; score at least one token")
+    ends = list(itertools.accumulate(n for _, n in ordered))
+
+    def value(rank: int) -> float:
+        b = ordered[bisect.bisect_right(ends, rank)][0]
+        return 0.0 if b == -math.inf else 2.0 ** ((b + 0.5) / BINS_PER_OCTAVE)
+
+    rank = q * (total - 1)
+    below, above = value(math.floor(rank)), value(math.ceil(rank))
+    return below + (rank - math.floor(rank)) * (above - below)
 
 
 @torch.no_grad()

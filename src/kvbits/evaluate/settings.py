@@ -38,6 +38,7 @@ class Options:
 
     Attributes:
         chunk: tokens per forward pass; None for the task's usual number (`Task.usual_chunk`).
+        contexts: tokens of a prompt; None for the task's usual numbers (`PartsTask.usual_contexts`).
         limit: problems of a benchmark; a larger limit adds to a smaller one's.
         batch_size: figures depend on it by rounding alone, but for speeds, which are of single windows only. None for
             the task's usual number (`Task.usual_batch`); attention and decode take one.
@@ -58,11 +59,11 @@ class Options:
     )
     context: int = setting(512, "decode, greedy, follow: tokens before decoding.", tokens=1)
     new_tokens: int = setting(64, "decode, greedy, follow: tokens decoded; copying: copied.", tokens=1)
-    contexts: tuple[int, ...] = setting(
-        (1024, 2048),
-        "Retrieval, tracking, ruler (300 at least), tools (2,000): tokens of a prompt; copying: tokens back.",
+    contexts: tuple[int, ...] | None = setting(
+        None,
+        "entities, tracking, ruler (300 at least), tools (2,000 at least): tokens of a prompt; copying: tokens back.",
         read=_lengths,
-        shown="1024,2048",
+        shown="2000,4000 (tools), else 1024,2048",
     )
     depths: tuple[float, ...] = setting(
         (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -95,7 +96,7 @@ class Options:
                 raise SpecError(too_small(name, value, 1))
         if self.draws < 0:
             raise SpecError(f"draws={self.draws} is negative; 0 writes one greedy answer")
-        if bad_contexts := [n for n in self.contexts if n < 1]:
+        if bad_contexts := [n for n in self.contexts or () if n < 1]:
             raise SpecError(too_small("contexts", bad_contexts[0], 1))
         if unknown := [name for name in self.data if name not in DATA]:
             raise SpecError(f"data {unknown[0]!r} belongs to no benchmark; known: {', '.join(DATA)}")

@@ -43,9 +43,14 @@ def words() -> tuple[str, ...]:
 
 
 class PartsTask(Task):
-    """Items are KIND:LENGTH:REPEAT, and their records say which parts were right: "1011"."""
+    """Items are KIND:LENGTH:REPEAT, and their records say which parts were right: "1011".
+
+    Attributes:
+        usual_contexts: lengths, tokens, where the options name none.
+    """
 
     batched: ClassVar[bool] = True
+    usual_contexts: ClassVar[tuple[int, ...]] = (1024, 2048)
     KINDS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: Context) -> None:
@@ -70,7 +75,8 @@ class PartsTask(Task):
 
     def item_keys(self) -> list[str]:
         o = self.context.options
-        return [f"{kind}:{n}:{r}" for n in o.contexts for r in range(o.repeats) for kind in self.KINDS]
+        contexts = self.usual_contexts if o.contexts is None else o.contexts
+        return [f"{kind}:{n}:{r}" for n in contexts for r in range(o.repeats) for kind in self.KINDS]
 
     def size(self, key: str) -> int:
         return int(key.split(":")[1])

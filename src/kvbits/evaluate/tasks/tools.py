@@ -43,6 +43,7 @@ class ToolsTask(PartsTask):
     """
 
     name: ClassVar[str] = "tools"
+    usual_contexts: ClassVar[tuple[int, ...]] = (2000, 4000)
     KINDS: ClassVar[tuple[str, ...]] = ("calls",)
     ASKED: ClassVar[int] = 10
 
