@@ -232,7 +232,7 @@ def test_calls_of_a_trained_model(tmp_path, monkeypatch):
 
 def test_a_table_says_how_sure_an_agreement_is():
     rows = {"32-bit": agreement([True] * 3) | {"parsed": 1.0}, "raw": agreement([True, True, False]), "none": {}}
-    columns, cells = shown.table("tools", rows, narrow=True)
+    columns, cells = shown.table("tools", rows, only=shown.NARROW["tools"][0])
     at = columns.index("agreement")
     assert re.fullmatch(r"66\.7% \(\d+\.\d% to \d+\.\d%\)", cells[1][at]) and cells[2][at] == ""
     assert "agreement low" not in columns
