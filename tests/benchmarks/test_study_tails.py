@@ -1,5 +1,6 @@
 """benchmarks/study_tails.py: what it simulates is what caches do, token by token, and its tails are as long as it says."""
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -171,10 +172,8 @@ def test_a_run_that_was_killed_keeps_its_rows_and_continues(tmp_path, monkeypatc
         monkeypatch.setattr(study, "measured", killed_in_time)
         monkeypatch.setattr(sys, "argv", argv)
         run_files.this_run.cache_clear()
-        try:
+        with contextlib.suppress(StopIteration):
             study.main()
-        except StopIteration:
-            pass
         return [(row["format"], row["tail"]) for row in run_files.read(out)["rows"]]
 
     every = [(name, tail) for tail in (8, 0) for name in ("q8_0_rotated", "fp8_unscaled")]
