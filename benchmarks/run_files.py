@@ -186,6 +186,27 @@ def append(
     return own
 
 
+def measured_before(out: Path | None, key: Sequence[str], **facts: Any) -> set[tuple[Any, ...]]:
+    """Return what a stopped run need not measure again: values of the key's fields, of rows in `out` of runs with the
+    commit, GPU and processor of this one and with these facts.
+
+    Nothing where this run's source differs from its commit, as two such sources may differ, too.
+
+    Raises:
+        FileFormatError: `out` is there and is no file of runs.
+    """
+    if out is None or not out.exists() or (run := this_run())["commit"] is None or run["dirty"] is not False:
+        return set()
+    data, wanted = read(out), json.loads(to_json(facts))
+    alike = {
+        name
+        for name, one in data["runs"].items()
+        if all(one[field] == run[field] for field in ("commit", "dirty", "gpu", "host"))
+        and all(one["facts"].get(fact) == value for fact, value in wanted.items())
+    }
+    return {tuple(row[field] for field in key) for row in data.get("rows", ()) if row["run"] in alike}
+
+
 @functools.cache
 def this_run() -> dict[str, Any]:
     """Return the record of this process: one run, however often it appends. The first call decides when it began."""

@@ -17,6 +17,9 @@ its format gives it back. So one forward pass measures a window, and its figures
 Bits held are those of a number of a cache of `--length` tokens: raw tokens, scales and copies counted, a half-filled
 group as half a group. Rotations of OSCAR are fitted on the same text as klt's bases, which `kvbits eval` would take.
 Every model's attention is float32.
+
+A row is written to `--out` once it is measured. A run that was stopped continues: it leaves out rows that runs of the
+same commit, facts and device have there already. Another `--out` measures them again.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from typing import Any
 import numpy as np
 import peers
 import torch
-from run_files import append, arguments
+from run_files import append, arguments, measured_before
 from study_codes import hidden, score
 from transformers import AttentionInterface
 from trim_results import rounded as six_digits
@@ -396,7 +399,6 @@ def main() -> None:
     needing = [scheme_for(ModelRef.of(model), name) for name in names if name in OURS]
     _, given = chosen_for(ModelRef.of(model), [s for s in needing if s.needs_calibration], (source,), [], None)
     calibrator = Calibrator(model, tokenizer, None, tests=(source,), given=given, say=print)
-    rows: list[dict[str, Any]] = []
     skipped: list[str] = []
     reading = Reading(model)
 
@@ -429,27 +431,26 @@ def main() -> None:
             for f in formats.values()
             if (of := tails_of(f, wanted).get(tail)) is not None
         ]
-        try:
-            for tail, of in order:
-                if time.monotonic() - began > args.seconds:
-                    skipped.append(f"{of.name} with tail {tail}: --seconds {args.seconds:g} were over")
-                    print(f"left out: {skipped[-1]}", flush=True)
-                    continue
-                rows.append(measured(reading, of, tail, ids, references))
-        finally:
-            append(
-                rows,
-                args.out,
-                model=Path(args.model).name,
-                text=source.name,
-                text_sha256=source.sha256,
-                length=args.length,
-                windows=args.windows,
-                dtype=args.dtype,
-                device=str(model.device),
-                left_out=skipped,
-                sources={name: f.source for name, f in formats.items()},
-            )
+        facts = {
+            "model": Path(args.model).name,
+            "text": source.name,
+            "text_sha256": source.sha256,
+            "length": args.length,
+            "windows": args.windows,
+            "dtype": args.dtype,
+            "device": str(model.device),
+        }
+        there = measured_before(args.out, ("format", "tail"), **facts)
+        for tail, of in order:
+            if (of.name, tail) in there:
+                print(f"there already: {of.name} with tail {tail}", flush=True)
+            elif time.monotonic() - began > args.seconds:
+                skipped.append(f"{of.name} with tail {tail}: --seconds {args.seconds:g} were over")
+                print(f"left out: {skipped[-1]}", flush=True)
+            else:
+                append([measured(reading, of, tail, ids, references)], args.out, **facts)
+        sources = {name: f.source for name, f in formats.items()}
+        append([], args.out, **facts, left_out=skipped, sources=sources)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """benchmarks/study_tails.py: what it simulates is what caches do, token by token, and its tails are as long as it says."""
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -150,3 +151,35 @@ def test_it_runs_in_one_command_and_stops_in_time(tmp_path, monkeypatch, capsys)
         monkeypatch.setattr(sys, "argv", ["study", "tiny", "--only", "kivi2,nothing"])
         study.main()
     assert "nothing" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_keeps_its_rows_and_continues(tmp_path, monkeypatch):
+    run_files = sys.modules["run_files"]
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    monkeypatch.setenv("KVBITS_COMMIT", "0123abcdef")
+    monkeypatch.setattr(study.kvbits, "load_model", lambda *a, **k: (tiny.model(), tiny.tokenizer()))
+    out, measured = tmp_path / "found.json", study.measured
+    words = f"study tiny --length 40 --tails 8,0 --only q8_0_rotated,fp8_unscaled --out {out}".split()
+
+    def rows(argv, most):
+        """Return rows of the file after a run that is killed in its row number `most`."""
+        left = iter(range(most))
+
+        def killed_in_time(*args):
+            next(left)  # raises, as a kill does, outside what anybody catches
+            return measured(*args)
+
+        monkeypatch.setattr(study, "measured", killed_in_time)
+        monkeypatch.setattr(sys, "argv", argv)
+        run_files.this_run.cache_clear()
+        with contextlib.suppress(StopIteration):
+            study.main()
+        return [(row["format"], row["tail"]) for row in run_files.read(out)["rows"]]
+
+    every = [(name, tail) for tail in (8, 0) for name in ("q8_0_rotated", "fp8_unscaled")]
+    assert rows(words, 2) == every[:2]
+    assert rows(words, 9) == rows(words, 0) == every
+    assert rows([*words, "--dtype", "bfloat16"], 9) == every * 2, "rows of other facts are measured"
+    monkeypatch.setenv("KVBITS_COMMIT", "456789abcd-dirty")
+    assert rows(words, 9) == every * 3
+    assert rows(words, 9) == every * 4, "sources that differ from their commit may differ from each other"

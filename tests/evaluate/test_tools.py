@@ -23,7 +23,7 @@ from kvbits.evaluate.settings import Options
 from kvbits.evaluate.tasks import Context, load
 from kvbits.evaluate.tasks.conversations import KINDS, PARAMETERS, chat_text, converse, writes_functions
 from kvbits.evaluate.tasks.tools import ToolsTask, call_of, calls_together, digest
-from kvbits.evaluate.texts import Text, novel
+from kvbits.evaluate.texts import DAY, Text, novel
 from kvbits.integrations.models import load_model, load_tokenizer
 from kvbits.model_ref import ModelRef
 
@@ -118,6 +118,15 @@ def test_templates_without_functions_get_them_in_the_system_turn():
     for template, what in ((None, "no chat template"), ("{{ raise_exception('no system turn') }}", "no system turn")):
         with pytest.raises(DataError, match=what):
             chat_text(with_template(template), messages, talk.functions)
+
+
+def test_a_template_that_writes_today_s_date_gives_the_same_prompt_tomorrow():
+    talk, texts = converse(random.Random(1), asked=2), []
+    for _ in range(2):
+        dated = "\nToday: {{ strftime_now('%d %b %Y %f') }}\n" + TEMPLATE_WITH_FUNCTIONS
+        texts.append(chat_text(with_template(dated), talk.messages(1, talk.asked[0]), talk.functions))
+    plain = chat_text(with_template(TEMPLATE_WITH_FUNCTIONS), talk.messages(1, talk.asked[0]), talk.functions)
+    assert texts[0] == texts[1] == f"\nToday: {DAY}\n{plain}"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +251,7 @@ def test_calls_of_a_trained_model(tmp_path, monkeypatch):
 
 def test_a_table_says_how_sure_an_agreement_is():
     rows = {"32-bit": agreement([True] * 3) | {"parsed": 1.0}, "raw": agreement([True, True, False]), "none": {}}
-    columns, cells = shown.table("tools", rows, narrow=True)
+    columns, cells = shown.table("tools", rows, only=shown.NARROW["tools"][0])
     at = columns.index("agreement")
     assert re.fullmatch(r"66\.7% \(\d+\.\d% to \d+\.\d%\)", cells[1][at]) and cells[2][at] == ""
     assert "agreement low" not in columns

@@ -28,6 +28,10 @@ from ..files import home
 
 CHARACTERS_PER_TOKEN = 12
 """More than any tokenizer needs on average: how much text is tokenized for a number of tokens."""
+DAY = "2026-01-01"
+"""Date of prompts whose chat template asks for today's: a run that continues tomorrow reads the same prompts."""
+_SAME_DAY = f"{{% macro strftime_now(format) %}}{DAY}{{% endmacro +%}}"
+"""Jinja code before a template. Templates get no functions as arguments, and `+` keeps a line end that follows."""
 SPREAD_CHARACTERS = 1 << 24
 """Windows are spread over so much of a text, which is tokenized whole."""
 
@@ -193,6 +197,16 @@ def bos_of(tokenizer: Any) -> list[int]:
     """Return [BOS] if the tokenizer begins texts with it, else []."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+
+
+def write_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], **how: Any) -> str:
+    """Return messages as a chat template writes them, on every day the same: `strftime_now` gives `DAY`.
+
+    Args:
+        how: `tools`, `add_generation_prompt`, as `apply_chat_template` takes them.
+    """
+    template = tokenizer.get_chat_template(tools=how.get("tools"))
+    return str(tokenizer.apply_chat_template(messages, chat_template=_SAME_DAY + template, tokenize=False, **how))
 
 
 def windows(tokenizer: Any, text: Text, *, count: int, length: int, limit: int | None = None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import DataError
+from ..texts import write_chat
 from .replay import GOODS, PLACES
 from .ruler import FIRST, LAST, TOWNS
 
@@ -295,8 +296,8 @@ def chat_text(tokenizer: Any, messages: list[Message], functions: tuple[Function
         call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": {}}}
         whole = [*messages, {"role": "assistant", "content": "", "tool_calls": [call]}]
         if writes_functions(tokenizer):
-            return str(tokenizer.apply_chat_template(whole, tools=schemas, tokenize=False))
-        return str(tokenizer.apply_chat_template(_plain(whole, schemas), tokenize=False))
+            return write_chat(tokenizer, whole, tools=schemas)
+        return write_chat(tokenizer, _plain(whole, schemas))
 
     try:
         one, other = written("a"), written("b")
@@ -311,7 +312,7 @@ def writes_functions(tokenizer: Any) -> bool:
     """Return whether a chat template writes functions that it is given."""
     schema = Function("schedule", "delivery", ()).schema
     asked = [{"role": "user", "content": "?"}]
-    return "schedule_delivery" in tokenizer.apply_chat_template(asked, tools=[schema], tokenize=False)
+    return "schedule_delivery" in write_chat(tokenizer, asked, tools=[schema])
 
 
 def _plain(messages: list[Message], schemas: list[dict[str, Any]]) -> list[Message]:

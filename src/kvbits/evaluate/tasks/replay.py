@@ -23,7 +23,7 @@ from ...integrations.graphs import graphed
 from ..caches import CacheFactory, factory
 from ..fidelity import DECODING_CHUNK
 from ..rows import TEMPERATURE, Rows, sampled
-from ..texts import bos_of
+from ..texts import bos_of, write_chat
 from . import Context, Record, Task
 from .questions import data_file, read_lines
 from .text import FidelityTask
@@ -166,11 +166,7 @@ class ReplayTask(FidelityTask):
             asked = plan(rng) if prompts is None else rng.choice(prompts)
             text = f"\n\nQuestion: {asked}\nAnswer:"
             if tokenizer.chat_template is not None:
-                text = str(
-                    tokenizer.apply_chat_template(
-                        [{"role": "user", "content": asked}], add_generation_prompt=True, tokenize=False
-                    )
-                )
+                text = write_chat(tokenizer, [{"role": "user", "content": asked}], add_generation_prompt=True)
                 text = text.removeprefix(tokenizer.bos_token or "") if bos_of(tokenizer) else text
             yield list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
