@@ -302,7 +302,7 @@ def test_what_is_planned_for_must_be_said_once(options, parts):
         ("--page-size 5", "page_size=5"),
         ("--raw-dtype bf17", "--raw-dtype 'bf17' bf16 fp32"),
         ("--raw-dtype int8", "--raw-dtype 'int8' bf16"),
-        ("--memory 24G", "--memory '24G' 24GB"),
+        ("--memory 24G", "--memory '24G' 75GB"),
         ("--memory 24Gb", "--memory '24Gb' GB"),
         ("--memory -1GB", "--memory '-1GB' 0"),
         ("--gpu-memory 80 --weights 16GB", "--gpu-memory '80'"),

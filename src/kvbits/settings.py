@@ -29,7 +29,7 @@ class Option:
         argument: it has a place instead of a name.
         least, most: of a number.
         tokens: the fewest tokens of a field that counts them; then a text like "8k" is understood.
-        shown: what help calls the default.
+        shown: what help calls the default. Nothing reads it.
         metavar: what help calls the value.
         read: makes the value of a text, or of several where `many`; gets the option's name first.
         many: it may be given several times.

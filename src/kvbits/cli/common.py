@@ -233,7 +233,7 @@ def _parameter(field: Field[Any], kind: Any) -> inspect.Parameter:
     how: dict[str, Any] = {"help": option.help, "min": option.least, "max": option.most, "metavar": option.metavar}
     default = inspect.Parameter.empty if field.default is MISSING else field.default
     if option.read is not None:
-        kind, default = (list[str] | None, None) if option.many else (str | None, option.shown)
+        kind, default = list[str] | None if option.many else str | None, None
     if option.tokens is not None:
         how["parser"] = _tokens(option.tokens)
     if option.shown not in (None, default):
