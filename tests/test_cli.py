@@ -380,8 +380,8 @@ def test_a_plan_for_vllm_lists_what_it_serves_and_no_other(tmp_path):
     total = {r["scheme"]: r["total_bytes"] for r in rows}
     assert data["refused"] == {} and total["bf16"] == 2 * total["fp8"] == 1008 * 4 * 2 * 2 * 64 * 2
     for name, form in FORMATS.items():
-        # of the first page and the newest two, in 16 bits, and of the newest nine in klt4's bits
-        copies = 3 * 4 * 2 * 2 * 64 * 64 * 2 if form.calibrated else 0
+        # of the first page and the newest two (klt4: three), in 16 bits, and of the newest nine in klt4's bits
+        copies = (2 + form.raw_newest // 64) * 4 * 2 * 2 * 64 * 64 * 2 if form.calibrated else 0
         if name in ("kvbits_klt3", "kvbits_klt2"):
             copies += 9 * 4 * FORMATS["kvbits_klt4"].layout(2, 64, 64).page_size_bytes
         assert total[name] == 16 * 4 * form.layout(2, 64, 64).page_size_bytes + copies
