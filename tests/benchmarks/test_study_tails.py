@@ -118,6 +118,22 @@ def test_bits_held_count_scales_raw_tokens_and_copies():
     assert list(study.tails_of(of, (0, 128))) == [0, 128]
 
 
+def test_heads_that_a_recipe_does_not_store_are_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    monkeypatch.setattr(study.kvbits, "load_model", lambda *a, **k: (tiny.model(head_dim=40), tiny.tokenizer()))
+    monkeypatch.setattr(
+        sys, "argv", f"study tiny --length 40 --tails 0 --only fp8_unscaled,nvfp4,{study.OSCAR}".split()
+    )
+    sys.modules["run_files"].this_run.cache_clear()
+    study.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (run,) = found["runs"].values()
+    assert [one.split(":")[0] for one in run["facts"]["left_out"]] == ["nvfp4", study.OSCAR]
+    assert all("not 40" in one for one in run["facts"]["left_out"]) and list(run["facts"]["sources"]) == [
+        "fp8_unscaled"
+    ]
+
+
 def test_kvarn_holds_what_its_authors_say():
     assert sum(peers.kvarn_bits(128, 128)) / 2 == 3.375
     of = study.peer(study.KVARN, (LayerGeometry(num_kv_heads=2, head_dim=128),))
