@@ -16,6 +16,7 @@ dp"). That tool scores the second half of each window alone, and its stored refe
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -233,15 +234,21 @@ def histogram(values: list[float]) -> dict[str, int]:
 
 
 def histogram_quantile(counts: dict[str, int], q: float) -> float:
-    """Return the quantile of what was counted, to the bin's middle (1.1 % off at most)."""
-    total = sum(counts.values())
+    """Return the quantile of what was counted, between two values by a straight line as `Fidelity.kl_quantile`. Each
+    value is its bin's middle (1.1 % off at most).
+    """
+    if not (total := sum(counts.values())):
+        raise DataError("the quantile of an empty histogram; score at least one token")
     ordered = sorted((-math.inf if name == "zero" else int(name), n) for name, n in counts.items())
-    wanted, seen = q * (total - 1), 0
-    for b, n in ordered:
-        seen += n
-        if seen > wanted:
-            return 0.0 if b == -math.inf else 2.0 ** ((b + 0.5) / BINS_PER_OCTAVE)
-    raise DataError("the quantile of an empty histogram; score at least one token")
+
+    def value(number: int) -> float:
+        ends = itertools.accumulate(n for _, n in ordered)
+        b = next(b for (b, _), end in zip(ordered, ends, strict=True) if number < end)
+        return 0.0 if b == -math.inf else 2.0 ** ((b + 0.5) / BINS_PER_OCTAVE)
+
+    wanted = q * (total - 1)
+    low, high = value(math.floor(wanted)), value(math.ceil(wanted))
+    return low + (wanted - math.floor(wanted)) * (high - low)
 
 
 @torch.no_grad()
