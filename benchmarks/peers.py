@@ -95,7 +95,7 @@ def make(name: str, layers: tuple[LayerGeometry, ...]) -> tuple[Callable[[], Cac
         UnsupportedError: heads that the engine does not store so.
     """
     peer = PEERS[name]
-    require_heads(name, layers)
+    require_heads(name, layers, peer.heads)
     raw = raw_layers(peer, len(layers))
     held = sum(
         (
@@ -110,18 +110,19 @@ def make(name: str, layers: tuple[LayerGeometry, ...]) -> tuple[Callable[[], Cac
     return lambda: Cache(layers=[DynamicLayer() if r else PeerLayer(peer) for r in raw]), info
 
 
-def require_heads(name: str, layers: Sequence[LayerGeometry]) -> None:
+def require_heads(name: str, layers: Sequence[LayerGeometry], multiple: int) -> None:
     """Refuse heads that an engine does not store in the format of the peer `name`.
+
+    Args:
+        multiple: of which head_dim must be a multiple; 0 for a power of two.
 
     Raises:
         UnsupportedError: naming the head_dim.
     """
-    peer = PEERS[name]
     for d in {d for g in layers for d in (g.head_dim, g.value_head_dim)}:
-        if d % peer.heads if peer.heads else d & (d - 1):
+        if d % multiple if multiple else d & (d - 1):
             raise UnsupportedError(
-                f"{name} takes a head_dim that is a {f'multiple of {peer.heads}' if peer.heads else 'power of two'},"
-                f" not {d}"
+                f"{name} takes a head_dim that is a {f'multiple of {multiple}' if multiple else 'power of two'}, not {d}"
             )
 
 

@@ -153,9 +153,14 @@ def _alone(spec: QuantSpec) -> bool:
 
 
 def peer(name: str, layers: Sequence[LayerGeometry]) -> Format:
-    """Make the format of a recipe of benchmarks/peers.py, but for OSCAR's."""
+    """Make the format of a recipe of benchmarks/peers.py, but for OSCAR's.
+
+    Raises:
+        UnsupportedError: heads that the recipe does not store.
+    """
     kind = "simulated"
     if name == "nvfp4":
+        peers.require_heads(name, layers, 16)
         bits = tuple(4.5 + 64 / (64 * (g.head_dim + g.value_head_dim)) for g in layers)
 
         def pages(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +187,7 @@ def peer(name: str, layers: Sequence[LayerGeometry]) -> Format:
             first=peers.TILE,
         )
     recipe = peers.PEERS[name]
-    peers.require_heads(name, layers)
+    peers.require_heads(name, layers, recipe.heads)
     raw = peers.raw_layers(recipe, len(layers))
 
     def rounded(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -407,6 +412,7 @@ def main() -> None:
             return preset(name, model, calibrator)
         if name != OSCAR:
             return peer(name, layers)
+        peers.require_heads(name, layers, 0)
         reading.learns = [Moments() for _ in layers]
         with reading:
             for one in windows(tokenizer, kept.source(), count=CALIBRATION_WINDOWS, length=1024):

@@ -28,8 +28,8 @@ def tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
     )
 
 
-def model(key_bias: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32):
-    """Two layers of 4 query and 2 kv heads of 64; `key_bias` is added to the slowest rotary pair of layer 0's keys, as
+def model(key_bias: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32, head_dim: int = 64):
+    """Two layers of 4 query and 2 kv heads; `key_bias` is added to the slowest rotary pair of layer 0's keys, as
     Qwen2 has it.
     """
     torch.manual_seed(seed)
@@ -39,7 +39,7 @@ def model(key_bias: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=head_dim,
         vocab_size=len(ALPHABET),
         initializer_range=0.15,
         attention_bias=True,
@@ -47,9 +47,9 @@ def model(key_bias: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float
     )
     found = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
-        bias = found.model.layers[0].self_attn.k_proj.bias.view(2, 64)
+        bias = found.model.layers[0].self_attn.k_proj.bias.view(2, head_dim)
         bias.zero_()
-        bias[:, 31] = bias[:, 63] = key_bias
+        bias[:, head_dim // 2 - 1] = bias[:, -1] = key_bias
     return found
 
 

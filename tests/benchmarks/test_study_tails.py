@@ -62,7 +62,8 @@ def test_presets_lose_what_they_lose_in_the_packed_cache(reading, texts, name):
     calibration = calibrate(model, [*texts[:3, None]], scheme) if scheme.needs_calibration else None
     caches = {
         "16-bit": DynamicCache(config=model.config),
-        name: KVCache.for_model(model, name, calibration=calibration),
+        # kernels round queries to 8 bits, too
+        name: KVCache.for_model(model, name, calibration=calibration, backend="reference"),
     }
     packed = compare(model, caches, texts[3], chunk=1)[name]
     paged = dataclasses.replace(of, group=scheme.page_size, tail=of.tail + 1)
@@ -116,6 +117,22 @@ def test_bits_held_count_scales_raw_tokens_and_copies():
     assert paged.held_bits(LAYERS, 8192) == pytest.approx(held)
     assert {tail: f.copied for tail, f in study.tails_of(paged, (0, 128)).items()} == {0: 0, 128: 0, "own": 448}
     assert list(study.tails_of(of, (0, 128))) == [0, 128]
+
+
+def test_heads_that_a_recipe_does_not_store_are_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    monkeypatch.setattr(study.kvbits, "load_model", lambda *a, **k: (tiny.model(head_dim=40), tiny.tokenizer()))
+    monkeypatch.setattr(
+        sys, "argv", f"study tiny --length 40 --tails 0 --only fp8_unscaled,nvfp4,{study.OSCAR}".split()
+    )
+    sys.modules["run_files"].this_run.cache_clear()
+    study.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (run,) = found["runs"].values()
+    assert [one.split(":")[0] for one in run["facts"]["left_out"]] == ["nvfp4", study.OSCAR]
+    assert all("not 40" in one for one in run["facts"]["left_out"]) and list(run["facts"]["sources"]) == [
+        "fp8_unscaled"
+    ]
 
 
 def test_kvarn_holds_what_its_authors_say():

@@ -201,3 +201,11 @@ def test_the_share_read_raw_of_presets_is_what_an_audit_counted():
 def test_a_text_too_short_to_score_is_refused(model):
     with pytest.raises(DataError, match="nothing to score"):
         compare(model, caches(model), IDS[:1], chunk=1)
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 0.99, 0.999, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 318])
+def test_a_quantile_of_bins_lies_between_two_tokens_as_that_of_all_values(q, count):
+    values = torch.logspace(-6, 0.5, count, dtype=torch.float64)
+    wanted = values.quantile(q).item()
+    assert histogram_quantile(histogram(values.tolist()), q) == pytest.approx(wanted, rel=0.012)

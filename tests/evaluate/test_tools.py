@@ -13,7 +13,7 @@ import torch
 from tiny import trained
 
 from kvbits import embedded
-from kvbits.errors import DataError
+from kvbits.errors import DataError, SpecError
 from kvbits.evaluate import results, shown
 from kvbits.evaluate.caches import base_factory, factory
 from kvbits.evaluate.paired import agreement, paired
@@ -199,6 +199,11 @@ def test_a_fork_writes_what_its_prompt_and_continuation_write_alone(name):
     if name == "base":
         whole = [torch.cat([p, c]) for p, some in zip(prompts, continuations, strict=True) for c in some]
         assert generate(model, f, whole, 12, 64) == [text for some in together for text in some]
+
+
+def test_no_length_at_all_is_refused():
+    with pytest.raises(SpecError, match=r"contexts=\(\)"):
+        Options(contexts=())
 
 
 def test_room_is_asked_for_before_a_model_runs():

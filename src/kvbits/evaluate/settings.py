@@ -96,6 +96,8 @@ class Options:
                 raise SpecError(too_small(name, value, 1))
         if self.draws < 0:
             raise SpecError(f"draws={self.draws} is negative; 0 writes one greedy answer")
+        if self.contexts == ():
+            raise SpecError("contexts=() names no length; give at least one, or None for those of the tasks")
         if bad_contexts := [n for n in self.contexts or () if n < 1]:
             raise SpecError(too_small("contexts", bad_contexts[0], 1))
         if unknown := [name for name in self.data if name not in DATA]:
