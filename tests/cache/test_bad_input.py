@@ -200,7 +200,7 @@ def test_freeing_one_sequence_does_not_hide_that_others_were_left_unfinished():
         (lambda c: c.repeat(1.5), "repeat=1.5 .* whole number"),
         (lambda c: c.select([0.7]), "sequence=0.7 .* whole number"),
         (lambda c: c.free("a"), "sequence='a' .* whole number"),
-        (lambda c: c.swap_in(0, None), "NoneType is no swapped sequence"),
+        (lambda c: c.swap_in(0, None), "NoneType is not a swapped sequence"),
         (lambda c: c.dequantize(0, 3), "sequence 3 does not exist"),
         (lambda c: c.dequantize(7, 0), "layer 7 does not exist"),
     ],

@@ -388,7 +388,7 @@ def test_contents_that_cannot_be_are_refused_before_a_kernel_reads_them(saved, c
     _, path = saved
     PagedCache.load(rewritten(path, lambda about: None))
     with pytest.raises(
-        FileFormatError, match="cannot be|where PARAMETERS belongs|other pages|is truncated|of 2 sequences|not belong"
+        FileFormatError, match="invalid|where PARAMETERS belongs|other pages|is truncated|of 2 sequences|not belong"
     ) as refusal:
         PagedCache.load(rewritten(path, change))
     assert "checksum" not in str(refusal.value)
