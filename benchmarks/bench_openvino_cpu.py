@@ -69,7 +69,7 @@ class OpenVinoCache:
                 self.nbytes += tensor.byte_size
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [T, vocabulary] of the next tokens `ids` [T]."""
+        """Return logits [T, vocabulary] after the next tokens `ids` [T]."""
         before, self.held = self.held, self.held + len(ids)
         blocks = -(-self.held // BLOCK)
         given = {

@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loads import Chats, Request, Update, drive
+from loads import Request, Update, drive
 
 OUT = Path(__file__).parent / "results" / "nvidia-h100" / "serve_sglang.json"
 
@@ -196,7 +196,7 @@ class Served:
 
 
 def run_turns(args: argparse.Namespace) -> None:
-    from bench_serve_vllm import milliseconds, vocabulary
+    from bench_serve_vllm import long_chats, milliseconds
     from run_files import append
 
     history, answers = tuple(args.history), tuple(args.answer_tokens)
@@ -205,16 +205,7 @@ def run_turns(args: argparse.Namespace) -> None:
     total = llm.get_server_info()["max_total_num_tokens"]
     for users in args.users:
         llm.flush_cache()
-        chats = Chats(
-            users=users,
-            vocabulary=vocabulary(args),
-            system=min(1024, history[0] // 2),
-            history=history,
-            longest=longest,
-            message=answers,
-            answer=answers,
-            think=args.think,
-        )
+        chats = long_chats(args, users, history, answers, longest)
         # every chat was in the cache once, in the order in which users wrote
         before = chats.histories(users * longest)
         for prompt in before:

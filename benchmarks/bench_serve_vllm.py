@@ -475,6 +475,22 @@ def run_goodput(args: argparse.Namespace) -> None:
     keep(args, llm, tried[held] | {"highest": True, "failed_at": failed})
 
 
+def long_chats(
+    args: argparse.Namespace, users: int, history: tuple[int, int], answers: tuple[int, int], longest: int
+) -> Chats:
+    """Return the chats of `users`; lengths are in tokens, the least and the most."""
+    return Chats(
+        users=users,
+        vocabulary=vocabulary(args),
+        system=min(1024, history[0] // 2),
+        history=history,
+        longest=longest,
+        message=answers,
+        answer=answers,
+        think=args.think,
+    )
+
+
 def run_turns(args: argparse.Namespace) -> None:
     history, answers = tuple(args.history), tuple(args.answer_tokens or (64, 512))
     longest = history[1] + 4 * answers[1]
@@ -482,16 +498,7 @@ def run_turns(args: argparse.Namespace) -> None:
     total = capacity(llm)
     for users in args.users:
         llm.reset_prefix_cache()
-        chats = Chats(
-            users=users,
-            vocabulary=vocabulary(args),
-            system=min(1024, history[0] // 2),
-            history=history,
-            longest=longest,
-            message=answers,
-            answer=answers,
-            think=args.think,
-        )
+        chats = long_chats(args, users, history, answers, longest)
         before = chats.histories(total)
         if before:
             llm.generate([{"prompt_token_ids": h} for h in before], params(1), use_tqdm=False)
@@ -555,7 +562,7 @@ def run_drafts(args: argparse.Namespace) -> None:
 
 
 def accepted_of(llm: Any) -> tuple[int, int, int]:
-    """Steps of a sequence that had drafts, drafts, and those that were accepted, since the engine began."""
+    """Return steps of a sequence that had drafts, drafts, and those that were accepted, since the engine began."""
     found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     drafts, drafted, accepted = (int(found.get(f"vllm:spec_decode_{name}", 0)) for name in names)
@@ -563,7 +570,7 @@ def accepted_of(llm: Any) -> tuple[int, int, int]:
 
 
 def continued(llm: Any, prompts: list[list[int]], answer: int) -> tuple[float, int]:
-    """Tokens a second of all sequences, from the step in which the last of them began to decode until one ends, and how
+    """Return tokens a second of all sequences, from the step in which the last of them began to decode until one ends, and how
     many steps that took.
     """
     core, made = llm.llm_engine, dict[str, int]()

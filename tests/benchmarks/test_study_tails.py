@@ -49,7 +49,7 @@ def ours(reading, texts, name):
     return study.preset(name, reading.model, lambda scheme: calibrate(reading.model, [*texts[:3, None]], scheme))
 
 
-def alike(mine, other, rel=0.04):
+def alike(mine, other, rel=0.02):
     assert other.kl_mean > 1e-7 and mine.kl_mean == pytest.approx(other.kl_mean, rel=rel)
     assert torch.corrcoef(torch.tensor([mine.kl, other.kl]))[0, 1] > 0.98
 
