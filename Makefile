@@ -52,7 +52,7 @@ quick: lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not literature" tests/test_*.py tests/quant tests/contracts tests/ops/test_cpu_*.py --durations=10
 
 test: setup lint
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not night" --durations=10
 
 test-gpu: setup
 	$(BIN)/python tests/run_gpu.py

@@ -189,10 +189,10 @@ def test_records_do_not_depend_on_the_batch(model, name, monkeypatch):
         assert together[key] == alone
 
 
-def test_shares_are_said_by_depth_and_length():
+def test_shares_are_said_by_depth_and_length(model):
     records = {f"{key}:0": {"right": right} for key, right in {"0:700": "1", "1:700": "0", "1:900": "0"}.items()}
     base = records | {"1:700:0": {"right": "1"}}
-    found = load("entities").summary(None, records, base)
+    found = task("entities", model).summary(records, base)
     assert {kind: s["accuracy"] for kind, s in found["by_kind"].items()} == {"0:700": 1, "1:700": 0, "1:900": 0}
     assert found["accuracy"] == pytest.approx(1 / 3) and (found["lost"], found["gained"]) == (1, 0)
 

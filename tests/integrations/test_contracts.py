@@ -6,6 +6,7 @@ A failure of a release that is not out yet means that it breaks the line that is
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -34,8 +35,11 @@ def contract(engine: str) -> Contract:
 
 
 def broken(engine: str, root: Path) -> dict[str, str]:
+    """What differs under a folder from its declaration, among symbols of the packages that the folder has."""
     package, found = Package(root), {}
     for path, symbol in contract(engine).symbols.items():
+        if not (root / path.split(":")[0].split(".")[0]).is_dir():
+            continue
         found[path] = symbol.differs(package.see(path))
         if path.startswith("vllm.platforms:current_platform."):
             for owner in PLATFORMS:
@@ -55,19 +59,30 @@ def test_engines_that_are_installed_for_tests_are_as_declared(engine, root):
     assert not broken(engine, root)
 
 
+def unpack(requirement: str, folder: Path) -> None:
+    """Unpack the Python sources and the metadata of a wheel into a folder; skip the test if the index lacks it."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    done = subprocess.run([*command, requirement], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{requirement} cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")
+    (file,) = folder.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(folder, [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))])
+    file.unlink()
+
+
 @pytest.mark.night
 @pytest.mark.parametrize("wheel", [*SERVED, "vllm", "sglang"])
 def test_releases_are_as_declared(wheel, tmp_path):
-    """Those that are served, and the newest."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(tmp_path)]
-    done = subprocess.run([*command, wheel], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"{wheel} cannot be had: {done.stderr.strip().splitlines()[-1]}")
-    (file,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(file) as archive:
-        archive.extractall(tmp_path, [name for name in archive.namelist() if name.endswith(".py")])
-    file.unlink()
-    assert not broken(wheel.partition("=")[0], tmp_path)
+    """Those that are served and the newest, SGLang with the release of its kernels that it requires."""
+    unpack(wheel, tmp_path)
+    (metadata,) = tmp_path.glob("*/METADATA")
+    for kernels in re.findall(r"^Requires-Dist: (sglang-kernel==\S+)$", metadata.read_text(), re.MULTILINE):
+        unpack(kernels, tmp_path)
+    engine = wheel.partition("=")[0]
+    packages = {path.split(":")[0].split(".")[0] for path in contract(engine).symbols}
+    assert all((tmp_path / package).is_dir() for package in packages)
+    assert not broken(engine, tmp_path)
 
 
 def plugin_trees(engine: str) -> list[ast.Module]:

@@ -125,10 +125,10 @@ extern "C" {
 
 int32_t kvbits_matrix_use(const char* tier, void* parallel) {
   pool_use_openmp(parallel);
-  active = !strcmp(tier, "generic") ? matrix_generic() : nullptr;
+  active = !strcmp(tier, "generic") || !strcmp(tier, "amx_emulated") ? matrix_generic() : nullptr;
 #if defined(__x86_64__)
   if (!strcmp(tier, "avx2")) active = matrix_avx2();
-  if (!strcmp(tier, "avx512")) active = matrix_avx512();
+  if (!strcmp(tier, "avx512") || !strcmp(tier, "amx")) active = matrix_avx512();  // tiles serve only attention
 #elif defined(__aarch64__)
   if (!strcmp(tier, "neon")) active = matrix_neon();
 #endif
