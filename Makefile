@@ -52,7 +52,7 @@ quick: lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not literature" tests/test_*.py tests/quant tests/contracts tests/ops/test_cpu_*.py --durations=10
 
 test: setup lint
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not night" --durations=10
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not night" --durations=40
 
 test-gpu: setup
 	$(BIN)/python tests/run_gpu.py
@@ -91,7 +91,7 @@ page-answers:
 	$(EVAL) --tasks fidelity --text novel --text code --length 8192 --windows 1 --batch-size 2
 
 night: setup
-	$(BIN)/python -m pytest -q -m night tests/integrations/test_contracts.py
+	$(BIN)/python -m pytest -q -n 2 -m night
 	KVBITS_NIGHT=1 tests/integrations/run_vllm_cpu.sh
 	KVBITS_NIGHT=1 tests/integrations/run_sglang_cpu.sh
 

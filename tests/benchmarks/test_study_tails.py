@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import peers
 import study_tails as study
 
+NIGHT = pytest.mark.night
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 6
 
 
@@ -54,7 +55,7 @@ def alike(mine, other, rel=0.02):
     assert torch.corrcoef(torch.tensor([mine.kl, other.kl]))[0, 1] > 0.98
 
 
-@pytest.mark.parametrize("name", ["int8_centered", "kivi4", "klt4", "klt2"])
+@pytest.mark.parametrize("name", ["int8_centered", "klt2", *(pytest.param(x, marks=NIGHT) for x in ("kivi4", "klt4"))])
 def test_presets_lose_what_they_lose_in_the_packed_cache(reading, texts, name):
     # the packed cache closes no page before one token more is there, and only whole ones
     model, scheme = reading.model, schemes.get(name)
@@ -70,7 +71,9 @@ def test_presets_lose_what_they_lose_in_the_packed_cache(reading, texts, name):
     alike(scored(reading, texts[3], paged), packed)
 
 
-@pytest.mark.parametrize("name", ["q8_0_rotated", "q4_0_rotated", "int4_per_token_head"])
+@pytest.mark.parametrize(
+    "name", ["q4_0_rotated", *(pytest.param(x, marks=NIGHT) for x in ("q8_0_rotated", "int4_per_token_head"))]
+)
 def test_peers_without_a_tail_lose_what_they_lose_as_caches(reading, texts, name):
     model = reading.model
     cache = peers.peer_factory(name, model).make(1, None)

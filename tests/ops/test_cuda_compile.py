@@ -532,7 +532,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     if not ALL and (name, head_dim, capability) not in (
         ("int8_centered", 128, (9, 0)),
         ("kivi2", 64, (8, 0)),
-        ("klt2", 128, (9, 0)),
+        ("klt4", 128, (9, 0)),
     ):
         pytest.skip("three by default")
     scheme, limit = schemes.get(name, head_dim=head_dim), driver.shared_limit(capability)
