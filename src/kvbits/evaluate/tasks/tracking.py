@@ -10,7 +10,7 @@ answers fed (`recall`).
 What variables and lists tell is told in `Table.STEPS` lines, and noise fills --contexts; lines of sums have noise
 behind them. So questions reach further back than the newest tokens, and how hard they are does not depend on
 --contexts. All values are numbers: models of some hundred million parameters recall them, and do not recall words, or
-which of many blocks is open (docs/results/log/2026-11.md).
+which of many blocks is open (docs/results/log/evaluation-2026-11.md).
 """
 
 from __future__ import annotations
