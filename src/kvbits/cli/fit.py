@@ -135,7 +135,7 @@ def _run(options: Fitted, goal: Goal) -> Fit:
     """Measure, choose, and write the scheme (and a calibration that is not kept for the model)."""
     from ..calibrate import kept
     from ..evaluate.calibrator import Calibrator
-    from ..evaluate.fit import Bench, base_of, bound_to, family, fit, near, write
+    from ..evaluate.fit import Bench, base_of, bound_to, family, fit, near, require_start, write
     from ..evaluate.results import ResultFile, model_facts, new_run
     from ..evaluate.sensitivity import sensitivities
     from ..evaluate.texts import halves, novel_start, read_text, windows
@@ -158,6 +158,7 @@ def _run(options: Fitted, goal: Goal) -> Fit:
     lm, _ = options.load()
     loaded = ModelRef.of(lm)
     names = family(ref.layers, lm)
+    require_start(goal, names)
     whole = for_layers(names[-1], ref.layers)
     bases = None
     if whole.needs_calibration:
