@@ -26,24 +26,24 @@ from kvbits.report.collect import Cell  # noqa: E402
 PICTURE = "docs/results/figures/kl_over_bits.svg"
 LINE = ("int8_centered", "klt4", "klt3", "klt2")
 """Formats that the line joins; other presets are points of other people's recipes."""
-LEFT, TOP, WIDTH, HEIGHT, BELOW = 64, 52, 640, 330, 70
+LEFT, TOP, WIDTH, HEIGHT, BELOW = 66, 58, 510, 340, 74
 """Of the plot: its place in the picture, its size, and what is under it, pixels."""
-SIZE, RADIUS, GAP = 12, 4, 7
+SIZE, RADIUS, GAP = 14, 4, 7
 """Of a label's letters, of a point, between both; pixels."""
-MARGIN = 0.5
-"""Decades between the frame and the points that lie next to it."""
+ABOVE, UNDER = 1.0, 0.5
+"""Decades between the frame and the highest and the lowest point."""
 ADVANCE = 0.56
 """Mean width of a letter, in sizes, of the fonts that are asked for; a little more than it is."""
-STYLE = """
- text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #59636e }
- .title { font-size: 15px; font-weight: 600; fill: #1f2328 }
- .ours { font-weight: 600; fill: #0b62c9 }
- .grid { stroke: #d1d9e0 } .frame { fill: none; stroke: #818b98 }
- .line { fill: none; stroke: #0b62c9; stroke-width: 2 } circle.ours { stroke: none } circle.peer { fill: #818b98 }
- @media (prefers-color-scheme: dark) {
-  text { fill: #9198a1 } .title { fill: #f0f6fc } .ours { fill: #58a6ff } .line { stroke: #58a6ff }
-  .grid { stroke: #3d444d } .frame { stroke: #656c76 } circle.peer { fill: #9198a1 }
- }
+STYLE = f"""
+ text {{ font: {SIZE}px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #59636e }}
+ .title {{ font-size: 17px; font-weight: 600; fill: #1f2328 }}
+ .ours {{ font-weight: 600; fill: #0b62c9 }}
+ .grid {{ stroke: #d1d9e0 }} .lead {{ stroke: #818b98 }} .frame {{ fill: none; stroke: #818b98 }}
+ .line {{ fill: none; stroke: #0b62c9; stroke-width: 2 }} circle.ours {{ stroke: none }} circle.peer {{ fill: #818b98 }}
+ @media (prefers-color-scheme: dark) {{
+  text {{ fill: #9198a1 }} .title {{ fill: #f0f6fc }} .ours {{ fill: #58a6ff }} .line {{ stroke: #58a6ff }}
+  .grid {{ stroke: #3d444d }} .frame {{ stroke: #656c76 }} circle.peer {{ fill: #9198a1 }}
+ }}
 """
 
 
@@ -87,14 +87,15 @@ def equal_tails(benchmarks: Path) -> Picture | None:
     for (model, length), rows in tails(benchmarks).items():
         if length == HELD_AT and fnmatch.fnmatch(model, PEERS_MODEL):
             said = (
-                f"{model}, windows of {length:,} tokens of text; every cache keeps its newest {EQUAL_TAIL} tokens raw"
+                f"{model}, windows of {length:,} tokens of text;",
+                f"every cache keeps its newest {EQUAL_TAIL} tokens in 16 bits",
             )
             found = [
                 Point(name, row["held_bits"], row["kl_mean"], name in LINE)
                 for (name, tail), row in rows.items()
                 if tail == EQUAL_TAIL
             ]
-            return Picture(tuple(found), (said,))
+            return Picture(tuple(found), said)
     return None
 
 
@@ -108,7 +109,7 @@ def svg(picture: Picture) -> str:
     points = picture.points
     low, high = math.floor(min(p.bits for p in points)), math.ceil(max(p.bits for p in points))
     decades = [math.log10(p.kl) for p in points]
-    least, most = min(decades) - MARGIN, max(decades) + MARGIN
+    least, most = min(decades) - UNDER, max(decades) + ABOVE
     whole = range(math.ceil(least), math.floor(most) + 1)
 
     def x(bits: float) -> float:
@@ -125,8 +126,8 @@ def svg(picture: Picture) -> str:
         *(_text(x(b), TOP + HEIGHT + 18, str(b), anchor="middle") for b in range(low, high + 1)),
         *(_text(LEFT - 8, y(e) + 4, f"{10.0**e:.{max(0, -e)}f}", anchor="end") for e in whole),
         _text(LEFT, 22, "What a smaller cache costs", name="title"),
-        _text(LEFT, 42, "KL from the 16-bit cache, nats (lower is better), over bits held a number"),
-        *(_text(LEFT, TOP + HEIGHT + 42 + 17 * i, line) for i, line in enumerate(picture.source)),
+        _text(LEFT, 45, "KL from the 16-bit cache (nats, lower is better) over bits per number"),
+        *(_text(LEFT, TOP + HEIGHT + 46 + 19 * i, line) for i, line in enumerate(picture.source)),
     ]
     ours = sorted((p for p in points if p.ours), key=lambda p: p.bits)
     way = " ".join(f"{placed[p][0]:.1f},{placed[p][1]:.1f}" for p in ours)
@@ -138,6 +139,9 @@ def svg(picture: Picture) -> str:
             f'<circle class="{kind}" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="{RADIUS}"><title>{said}</title></circle>'
         )
     for p, (left, base) in _labels(placed, [placed[p] for p in ours]).items():
+        (a, b), edge = placed[p], _box((left, base), ADVANCE * SIZE * len(p.name))
+        if not edge[1] < b < edge[3]:  # a name above or below its point is joined to it
+            parts.append(_line("lead", a, b, min(max(a, edge[0]), edge[2]), edge[3] if b > edge[3] else edge[1]))
         parts.append(_text(left, base, p.name, name="ours" if p.ours else ""))
     width, height = LEFT + WIDTH + 24, TOP + HEIGHT + BELOW
     said = "; ".join(f"{p.name} {p.bits:.2f} bits, KL {p.kl:.5f}" for p in sorted(points, key=lambda p: p.kl))
@@ -162,7 +166,7 @@ def _labels(placed: dict[Point, Place], line: Sequence[Place]) -> dict[Point, Pl
         along = [(a + (c - a) * i / steps, b + (d - b) * i / steps) for i in range(steps + 1)]
         taken += [(u - 1, v - 1, u + 1, v + 1) for u, v in along]
     found: dict[Point, Place] = {}
-    for p, (a, b) in sorted(placed.items(), key=lambda item: (not item[0].ours, item[1])):
+    for p, (a, b) in sorted(placed.items(), key=lambda item: (not item[0].ours, -item[1][0], -item[1][1])):
         wide = ADVANCE * SIZE * len(p.name)
         options = [
             (left, b + down * SIZE * 1.1 + 4)

@@ -77,6 +77,7 @@ def test_usage_errors_are_one_line_that_leads_to_help():
     error("--nonsense", "--nonsense", "`kvbits --help`")
     error("nonsense", "'nonsense'")
     error("check", "argument", "`kvbits check --help`")
+    error("eval x --out y --windows 0", "--windows", "'0'", "1", "`kvbits eval --help`")
     error(f"{PLAN} --context 1 --context 2", "--context", "2 times")
     done = subprocess.run([sys.executable, "-m", "kvbits", "plan"], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1 and done.stderr[:7] == "error: "
@@ -88,6 +89,13 @@ def test_with_json_an_error_is_json_too(command):
     data = json.loads(result.stdout)
     assert set(data) == {"error", "type"} and result.stderr == f"error: {data['error']}\n"
     assert command.split()[-1] in data["error"]
+
+
+@pytest.mark.parametrize("command", ["plan", "check", "demo --model"])
+def test_a_folder_without_a_model_is_refused(command, tmp_path):
+    error(f"{command} {tmp_path}", str(tmp_path), "holds no config.json")
+    (tmp_path / "weights.gguf").touch()
+    error(f"{command} {tmp_path}", "weights.gguf")
 
 
 @pytest.mark.parametrize("command", ["plan", "check", "calibrate --out x", "eval --out x", "demo --model"])

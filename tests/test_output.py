@@ -106,3 +106,23 @@ def test_a_table_that_fits_is_drawn_and_another_becomes_lines():
     wide, narrow = output.lines_of(table, 80), output.lines_of(table, 30)
     assert wide[0] == "[/x] \u6a21\u578b" and any("kvbits_int8_centered" in x and "1,234,567,890" in x for x in wide)
     assert "kvbits_int8_centered" in narrow and "  bytes: 1,234,567,890" in narrow
+
+
+def test_a_table_as_wide_as_its_place_keeps_its_edge_and_every_cell():
+    cells = [
+        ("cache", "int8_centered"),
+        ("memory", "24.31MB"),
+        ("perplexity", "22.34"),
+        ("KL, nats", "0.0000"),
+        ("top token", "99.2%"),
+    ]
+    table = new_table("", *(heading for heading, _ in cells))
+    table.add_row(*(cell for _, cell in cells))
+    natural = max(map(len, output.lines_of(table, 200)))
+    drawn = 0
+    for columns in range(40, natural + 2):
+        lines = output.lines_of(table, columns)
+        drawn += lines[-1].startswith("└")
+        assert lines[-1][-1] == "┘" or not lines[-1].startswith("└"), f"{columns} columns cut the table"
+        assert all(any(cell in line for line in lines) for _, cell in cells)
+    assert drawn > 3, "headings that are two words can be broken, so the table fits less than its natural width"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import gguf_header
 from .errors import SpecError
-from .geometry import cached_folder, find_model, is_gguf, load_config
+from .geometry import cached_folder, find_model, is_gguf, load_config, without_config
 from .spec import MOST_TOKENS
 
 FIELDS = (
@@ -341,17 +341,7 @@ def read_config(model: str | os.PathLike[str]) -> Any:
     try:
         stated = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
-        files = (
-            ", ".join(sorted(str(found) for found in path.glob("*.gguf"))[:3])
-            if isinstance(path, Path) and path.is_dir()
-            else ""
-        )
-        way_out = (
-            f"give one of its GGUF files: {files}"
-            if files
-            else "give the directory that holds a model's config.json and weights"
-        )
-        raise SpecError(f"{path} holds no config.json; {way_out}") from e
+        raise without_config(path) from e
     except (OSError, ValueError) as e:
         raise SpecError(f"cannot read the configuration of {str(model)!r}: {file}: {e}") from e
     if not isinstance(stated, dict) or not stated.get("model_type"):

@@ -122,6 +122,17 @@ def cached_folder(hub_id: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def without_config(path: Path | str) -> SpecError:
+    """Return the error of a folder or a repository that holds no config.json; it names GGUF files that lie there."""
+    files = sorted(str(found) for found in path.glob("*.gguf"))[:3] if isinstance(path, Path) and path.is_dir() else []
+    way_out = (
+        f"give one of its GGUF files: {', '.join(files)}"
+        if files
+        else "give the directory that holds a model's config.json and weights"
+    )
+    return SpecError(f"{path} holds no config.json; {way_out}")
+
+
 def load_config(model: str | os.PathLike[str]) -> Any:
     """Return the Transformers configuration of a model. Reads local files where they exist; imports neither torch nor
     weights.
@@ -137,6 +148,8 @@ def load_config(model: str | os.PathLike[str]) -> Any:
     from transformers import AutoConfig
 
     try:
+        if isinstance(path, Path) and path.is_dir() and not (path / "config.json").exists():
+            raise without_config(path)
         if isinstance(path, Path) and path.is_file() and not is_gguf(path):
             if path.suffix != ".json":
                 raise SpecError(

@@ -319,6 +319,18 @@ def test_a_memory_that_no_bits_fit_is_refused_before_anything_is_measured():
     require_room(Goal(layers=layers, memory_bytes=1000, max_kl=0.1), names)
 
 
+def test_a_preset_that_the_fit_does_not_start_from_is_refused_before_the_model_is_calibrated(tmp_path, monkeypatch):
+    model = tiny.model()
+    model.config.max_position_embeddings = 1 << 14
+    model.save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path / "kept"))
+    command = f"fit {tmp_path / 'model'} --scheme int8_centered --windows 1 --out {tmp_path / 'mine.json'}"
+    said = run(command, code=2).stderr.splitlines()[-1]  # lines of the loading weights stand before it
+    assert said.startswith("error: ") and "int8_centered" in said and "klt2, klt3, klt4" in said
+    assert not list((tmp_path / "kept").rglob("*.safetensors")) and not (tmp_path / "mine.json").exists()
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_equal_pages_shift_bits_between_the_keys_and_values_of_a_layer(head_dim):
     layers = tuple(LayerGeometry(num_kv_heads=2, head_dim=head_dim) for _ in range(3))

@@ -29,11 +29,13 @@ class Settings:
 
     percentile: float | None = setting(
         None,
-        "Percent of elements in the range of static scales, 90 to 100; if not given 99.9, or all but the outliers.",
+        "Percent of elements in the range of static scales, 90 to 100. If not given, 99.9, or all but the outliers.",
     )
     weights: str = setting("fisher", "Weights of codebooks: fisher (squared gradients) or none.")
     per_head: bool = setting(False, "Make one codebook for each kv head.")
-    checkpointing: bool = setting(False, "Compute activations of codebooks again, which takes less memory.")
+    checkpointing: bool = setting(
+        False, "Recompute activations in the backward pass of codebooks, which takes less memory."
+    )
     skip_tokens: int | None = setting(
         None, "First tokens of each window to leave out; the scheme's sinks if not given.", least=0
     )

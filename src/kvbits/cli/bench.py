@@ -29,13 +29,13 @@ def _heads(option: str, text: str) -> tuple[int, int, int]:
 class Timed(OfSchemes, OnThreads):
     """Options of `kvbits bench`: what is timed."""
 
-    context: int = setting(8192, "Tokens that each sequence has; 8k is 8,192.", tokens=1024)
+    context: int = setting(8192, "Tokens in the cache of each sequence; 8k is 8,192.", tokens=1024)
     batch: int | None = setting(None, "Sequences.", least=1, shown="8 on a GPU, 1 on a CPU")
     chunk: int = setting(512, "Query tokens of a chunk of a prompt.", tokens=2)
     heads: tuple[int, int, int] = setting(
         (32, 8, 128), "Query heads / kv heads / channels of a head.", read=_heads, shown="32/8/128"
     )
-    rounds: int = setting(20, "Times that each is timed, in turn.", least=1)
+    rounds: int = setting(20, "Number of timings of each kernel.", least=1)
     device: str | None = setting(None, "Device to run on, like cuda; the CPU if not given.")
     out: Path = setting(Path("kvbits-bench.json"), "Result file, with the record of this run.")
 

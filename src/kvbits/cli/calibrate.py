@@ -42,12 +42,12 @@ class Calibrated(OfModel):
     out: Path | None = setting(
         None,
         "File to write (safetensors); for several schemes with {scheme} in its name, like static/{scheme}.safetensors.",
-        shown="of klt presets the user's cache folder, where every cache of this model finds it",
+        shown="klt presets: the user's cache folder, where every cache of this model finds it",
     )
     text: list[str] | None = setting(
         None,
         "Text like what the model will read, never what you evaluate on: a file, hub:ID, novel-end or code (shipped)."
-        " Several: as many windows of each.",
+        " Repeatable; each text gives as many windows.",
         shown="novel-end; for klt presets novel-end and code",
     )
     scheme: tuple[str, ...] = setting(
@@ -65,14 +65,14 @@ class Calibrated(OfModel):
     settings: Settings = field(default_factory=Settings)
     seed: int = setting(0, "Seed that draws the windows.", least=0)
     engine: str = setting(
-        "transformers", "Engine that runs the model: transformers, or vllm, also over several GPUs (klt presets)."
+        "transformers", "Engine that runs the model: transformers, or vllm (klt presets; also over several GPUs)."
     )
     engine_options: dict[str, Any] | None = setting(
         None, "Options of vllm.LLM, as JSON.", metavar="'{\"tensor_parallel_size\": 4}'", read=_object
     )
     force: bool = setting(
         False,
-        "Replace OUT, whatever it holds; without --out make the kept calibration again.",
+        "Replace the file OUT. Without --out, replace the calibration in the cache folder.",
     )
 
 
@@ -82,7 +82,7 @@ def calibrate(options: Calibrated) -> None:
 
     It takes minutes for a small model on a CPU. One file serves all klt presets, in Transformers, vLLM and SGLang, on
     any number of GPUs. Without --out they find it by themselves. Several schemes share one pass over the text.
-    Codebooks take a backward pass for each window. If it was stopped, the same command continues (OUT.partial).
+    Codebooks take a backward pass for each window. The same command continues a stopped run (OUT.partial).
 
     A cache for a different model, rotary setting or scheme refuses the file and reports what differs.
     """

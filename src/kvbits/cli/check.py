@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 class Checked(InDtype):
     """Options of `kvbits check`: what is screened."""
 
-    scheme: str = setting(RECOMMENDED, "The one scheme to screen: a preset, or a file of your own (.json).")
+    scheme: str = setting(RECOMMENDED, "The scheme to check: a preset, or a file of your own (.json).")
     text: str = setting("novel", "Text like what the model will read: a file, hub:ID, or the shipped novel or code.")
     calibration: Path | None = setting(
-        None, "File of `kvbits calibrate`, for schemes that need one; with a --text that it was not made on."
+        None, "File of `kvbits calibrate`, for schemes that need one. --text must be a text that it was not made on."
     )
     calibration_text: str | None = setting(
         None,
-        "Text to calibrate on first, without a --calibration.",
-        shown="klt: what is kept of the model, made once; else the novel's end",
+        "Text to calibrate on first, instead of --calibration.",
+        shown="klt: the calibration in the cache folder; else the novel's end",
     )
-    windows: int = setting(2, "Windows that are measured; the first is also examined layer by layer.", least=1)
+    windows: int = setting(2, "Number of windows to measure; the first is also measured layer by layer.", least=1)
     length: int | None = setting(
         None,
         "Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.",
@@ -51,12 +51,12 @@ class Checked(InDtype):
 
 @command("check")
 def check(options: Checked) -> None:
-    """Screen a scheme in minutes: pass or fail per layer and for the whole cache, with reasons and remedies.
+    """Check in minutes that a scheme suits a model: pass or fail per layer and for the whole cache, with remedies.
 
-    It says how long it takes once it has measured the first steps. Exit code 1 if a layer or the whole fails.
+    The command prints how long it takes after the first steps. It exits with code 1 if a layer or the whole cache
+    fails.
 
-    Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real
-    cache beside the given one.
+    It measures each remedy on the layers that failed, and the advised scheme in the real cache beside the given one.
     """
     ref = options.ref
     from .. import runs, schemes

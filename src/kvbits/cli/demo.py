@@ -14,13 +14,11 @@ from .output import show, tell
 class Shown(OfSchemes, OnThreads):
     """Options of `kvbits demo`: what is shown."""
 
-    model: str | None = setting(None, "Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.")
+    model: str | None = setting(None, "Folder, GGUF file or hub id; the embedded SmolLM2 if not given.")
     context: int = setting(
-        1024, "Tokens of text in the cache before decoding; fewer are faster; 1k is 1,024.", tokens=1
+        1024, "Tokens of text in the cache before decoding; 1k is 1,024. Fewer are faster.", tokens=1
     )
-    new_tokens: int = setting(
-        32, "Tokens fed one by one after the context for the speed, and tokens generated.", tokens=2
-    )
+    new_tokens: int = setting(32, "Tokens to generate after the context, and to measure the speed on.", tokens=2)
 
 
 @command()

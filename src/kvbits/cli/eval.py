@@ -19,9 +19,10 @@ from .output import show, tell
 class Evaluated(OfSchemes, InDtype):
     """Options of `kvbits eval`: what is evaluated."""
 
-    out: Path = setting(..., "Folder for results: MODEL/TASK/SCHEME.json. A run that stopped continues there.")
+    out: Path = setting(..., "Folder for results: MODEL/TASK/SCHEME.json. The same folder continues a stopped run.")
     caches: Path | None = setting(
-        None, "Python file with a mapping CACHES of caches of your own, for --schemes by name or all as `caches`."
+        None,
+        "Python file with caches of your own in a mapping CACHES; --schemes takes their names, or `caches` for all.",
     )
     tasks: tuple[str, ...] = setting(
         ("fidelity",),
@@ -35,16 +36,18 @@ class Evaluated(OfSchemes, InDtype):
     )
     calibration_text: str | None = setting(
         None,
-        "Text for schemes that need calibration, never one evaluated on (32 windows of 512).",
-        shown="klt: what is kept of the model, made once; else, or if it saw a text evaluated on, novel-end",
+        "Text to calibrate on (32 windows of 512 tokens), different from every --text.",
+        shown="klt: the calibration in the cache folder, if it saw no --text; else novel-end",
     )
     calibration: list[Path] | None = setting(
-        None, "File of `kvbits calibrate`, for the scheme it was made for. Repeatable."
+        None, "File of `kvbits calibrate`; each serves the scheme that it was made for. Repeatable."
     )
     sizes: Options = field(default_factory=Options)
-    alone: bool = setting(False, "Also measure each preset's keys alone (values raw), and its values alone.")
+    alone: bool = setting(False, "Also measure each preset with only its keys, and with only its values, in few bits.")
     simulate: bool = setting(False, "Also measure each preset simulated in a dense cache; reports leave it out.")
-    overwrite: bool = setting(False, "Replace results of other settings, and trimmed ones, instead of refusing.")
+    overwrite: bool = setting(
+        False, "Replace results of other settings, and trimmed results. Without it they are refused."
+    )
     name: str | None = setting(None, "Name of the model in results; the last part of MODEL if not given.")
 
 

@@ -30,25 +30,27 @@ class Fitted(Memory, InDtype):
     """Options of `kvbits fit`: what is fitted, and to what."""
 
     out: Path = setting(
-        ..., "The scheme file, like mine.json. Measurements lie beside it; a run that stopped continues."
+        ..., "Scheme file to write, like mine.json. Measurements lie beside it, so a stopped run continues."
     )
     scheme: str | None = setting(
-        None, "Preset whose bytes are dealt out anew: klt2, klt3 or klt4; replaces memory and --max-kl."
+        None, "Preset that sets the bytes: klt2, klt3 or klt4. Instead of memory and --max-kl."
     )
-    context: int | None = setting(None, "Tokens per sequence; 8k is 8,192. If not given, the longest.", tokens=1)
+    context: int | None = setting(
+        None, "Tokens per sequence; 8k is 8,192. If not given, kvbits finds the longest.", tokens=1
+    )
     batch: int = setting(1, "Sequences.", "--batch-size", "--batch", least=1)
     max_kl: float | None = setting(
-        None, "Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits."
+        None, "Largest KL from the 16-bit cache, in nats. If not given, kvbits finds the least that fits."
     )
     text: str | None = setting(
         None,
-        "Text like what the model will read: a file or hub:ID. One half is fitted to, the other measured.",
+        "Text like what the model will read: a file or hub:ID. kvbits fits to one half and measures on the other.",
         shown="shipped texts",
     )
     equal_pages: bool = setting(
-        False, "Pages of all layers take equal bytes, for pools with one page size; it gains less."
+        False, "Keep the pages of all layers equal in bytes, for pools with one page size. Gains less."
     )
-    windows: int = setting(WINDOWS, "Windows that the backward pass reads, and that are measured.", least=1)
+    windows: int = setting(WINDOWS, "Number of windows for the backward pass, and for the measurement.", least=1)
 
     @cached_property
     def ref(self) -> ModelRef:
@@ -70,11 +72,11 @@ class Fitted(Memory, InDtype):
 
 @command()
 def fit(options: Fitted) -> None:
-    """Deal out bits to the keys and values of every layer, where this model needs them.
+    """Spend bits on the keys and values of the layers that need them in this model.
 
     Name a preset (--scheme) to keep its bytes, or two of memory, context and quality to find the third. With all
-    three it finds the best that fits, and the exit code is 1 if that costs more than --max-kl. On a CPU, dtype auto is
-    float32.
+    three, kvbits finds the best that fits, and the exit code is 1 if that costs more than --max-kl. On a CPU, dtype
+    auto is float32.
     """
     ref, out, batch, gpus = options.ref, options.out, options.batch, options.gpus
     require_file(out, "--out")
@@ -133,7 +135,7 @@ def _run(options: Fitted, goal: Goal) -> Fit:
     """Measure, choose, and write the scheme (and a calibration that is not kept for the model)."""
     from ..calibrate import kept
     from ..evaluate.calibrator import Calibrator
-    from ..evaluate.fit import Bench, base_of, bound_to, family, fit, near, write
+    from ..evaluate.fit import Bench, base_of, bound_to, family, fit, near, require_start, write
     from ..evaluate.results import ResultFile, model_facts, new_run
     from ..evaluate.sensitivity import sensitivities
     from ..evaluate.texts import halves, novel_start, read_text, windows
@@ -156,6 +158,7 @@ def _run(options: Fitted, goal: Goal) -> Fit:
     lm, _ = options.load()
     loaded = ModelRef.of(lm)
     names = family(ref.layers, lm)
+    require_start(goal, names)
     whole = for_layers(names[-1], ref.layers)
     bases = None
     if whole.needs_calibration:

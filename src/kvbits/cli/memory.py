@@ -38,12 +38,10 @@ class Memory:
     """Options that say how much memory there is."""
 
     gpu_memory: str | None = setting(
-        None, "Each GPU: a card like H100 or 80GB, or bytes like 75GiB; for weights, activations and cache."
+        None, "Memory of each GPU for weights, activations and cache: a card like H100 or 80GB, or bytes like 75GiB."
     )
-    gpus: int = setting(1, "GPUs that share the model by tensor parallelism, with --gpu-memory.", least=1, most=1024)
-    weights: str | None = setting(
-        None, "Weights of the whole model, like 16GB; from MODEL's files or configuration if not given."
-    )
+    gpus: int = setting(1, "GPUs that share the model by tensor parallelism; needs --gpu-memory.", least=1, most=1024)
+    weights: str | None = setting(None, "Size of the whole model's weights, like 16GB; read from MODEL if not given.")
     reserve: str | None = setting(
         None, "Memory of each GPU for everything else: activations, CUDA, graphs.", shown="12 %"
     )

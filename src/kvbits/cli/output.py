@@ -192,16 +192,36 @@ def _needs(table: Table) -> list[int]:
     return found
 
 
+def _beside(table: Table) -> int:
+    """Return the cells of a row that are edges and blanks."""
+    return 3 * len(table.columns) + 1 if table.box is not None else 2 * len(table.columns)
+
+
 def _fits(table: Table, columns: int) -> bool:
-    beside = 3 * len(table.columns) + 1 if table.box is not None else 2 * len(table.columns)
-    return sum(_needs(table)) + beside <= columns
+    return sum(_needs(table)) + _beside(table) <= columns
+
+
+def _widths(table: Table, columns: int) -> list[int]:
+    """Return the cells of each column: those that it needs, and what room is left to columns that lack least."""
+    found = _needs(table)
+    room = columns - _beside(table) - sum(found)
+    lacks = [
+        max(_longest(str(text), True) for text in (column.header, *column.cells)) - need
+        for column, need in zip(table.columns, found, strict=True)
+    ]
+    for i in sorted(range(len(found)), key=lambda i: lacks[i]):
+        more = max(0, min(lacks[i], room))
+        found[i] += more
+        room -= more
+    return found
 
 
 def _drawn(table: Table, columns: int) -> list[str]:
     from rich.console import Console
 
-    for column, need in zip(table.columns, _needs(table), strict=True):
-        column.min_width, column.overflow = need, "fold"
+    stated = [column.width for column in table.columns]
+    for column, cells in zip(table.columns, _widths(table, columns), strict=True):
+        column.width, column.overflow = column.width or cells, "fold"
     title, caption = table.title, table.caption
     table.title = table.caption = None
     plain = not str(getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
@@ -212,6 +232,8 @@ def _drawn(table: Table, columns: int) -> list[str]:
     table.safe_box = plain
     console.print(table)
     table.title, table.caption = title, caption
+    for column, before in zip(table.columns, stated, strict=True):
+        column.width = before
     head = [line for part in str(title or "").split("\n") if part for line in wrapped(part, columns)]
     body = [line.rstrip() for line in into.getvalue().rstrip("\n").split("\n")]
     return [*head, *body, *(wrapped(str(caption), columns) if caption else ())]

@@ -28,27 +28,21 @@ class Planned(OfSchemes, Memory, Output):
     """Options of `kvbits plan`: what is planned."""
 
     model: str | None = setting(
-        None, "Directory, config.json, GGUF file, hub id, or `embedded`: its configuration.", argument=True
+        None, "Folder, config.json, GGUF file, hub id, or `embedded`. Only its configuration is read.", argument=True
     )
     layers: int | None = setting(None, "Layers, instead of MODEL.")
     kv_heads: int | None = setting(None, "KV heads per layer, instead of MODEL.")
     head_dim: int | None = setting(None, "Channels per head, instead of MODEL.")
-    sliding_window: int | None = setting(None, "Window of every layer in tokens, with --layers.", tokens=1)
+    sliding_window: int | None = setting(None, "Sliding window of every layer, in tokens; needs --layers.", tokens=1)
     context: int = setting(4096, "Tokens per sequence; 8k is 8,192.", tokens=1)
     batch: int = setting(1, "Sequences.", "--batch-size", "--batch", least=1, most=2**31 - 1)
-    engine: str = setting(
-        "transformers", "Engine that serves the cache: transformers, or vllm, which has formats of its own."
-    )
-    ram: str | None = setting(
-        None, "RAM of a machine that runs the model on its CPU, like 16GB, for weights and cache; instead of a GPU."
-    )
-    sinks: int | None = setting(None, "First tokens kept raw, in every preset.", least=0)
-    residual: int | None = setting(None, "Newest tokens kept raw, in every preset.", least=0)
+    engine: str = setting("transformers", "Engine that serves the cache: transformers or vllm.")
+    ram: str | None = setting(None, "RAM for weights and cache on a machine without a GPU, like 16GB.")
+    sinks: int | None = setting(None, "First tokens to keep in 16 bits, in every preset.", least=0)
+    residual: int | None = setting(None, "Newest tokens to keep in 16 bits, in every preset.", least=0)
     page_size: int | None = setting(None, "Tokens per page, in every preset.")
     raw_dtype: str = setting("bf16", "Dtype of raw pages: bf16, fp16 or fp32.")
-    html: Path | None = setting(
-        None, "Also write a page to play with: this and other models, any card, core presets in Transformers."
-    )
+    html: Path | None = setting(None, "Also write an interactive HTML page: this and other models, any card.")
 
     @property
     def ref(self) -> ModelRef:

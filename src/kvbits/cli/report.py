@@ -16,8 +16,8 @@ class Reported(Output):
     """Options of `kvbits report`: what is reported."""
 
     results: Path = setting(..., "Folder that `kvbits eval` wrote.", argument=True)
-    html: Path | None = setting(None, "The page; kvbits-report.html here if no output is named.")
-    markdown: Path | None = setting(None, "All tables as Markdown.")
+    html: Path | None = setting(None, "Page to write; kvbits-report.html if no output is named.")
+    markdown: Path | None = setting(None, "Markdown file to write, with all tables.")
 
 
 @command()

@@ -13,9 +13,7 @@ from .output import show
 class Listed(Output):
     """Options of `kvbits schemes`: what is listed."""
 
-    head_dim: int = setting(
-        128, "Channels per head of your model: groups are fitted to it, and scales cost more bits in narrow heads."
-    )
+    head_dim: int = setting(128, "Channels per head of your model. Scales cost more bits in narrow heads.")
 
 
 @command("schemes")

@@ -27,18 +27,20 @@ if TYPE_CHECKING:
 class Warmed(Output):
     """Options of `kvbits warm`: what is compiled."""
 
-    model: str = setting(..., "Directory, config.json, GGUF file or hub id: its configuration.", argument=True)
+    model: str = setting(
+        ..., "Folder, config.json, GGUF file or hub id. Only its configuration is read.", argument=True
+    )
     scheme: tuple[str, ...] = setting(
         (RECOMMENDED,),
-        "Presets or files, comma-separated; for vLLM its dtypes.",
+        "Presets or files, comma-separated; with --engine vllm its dtypes.",
         read=names_in,
         many=True,
         shown=RECOMMENDED,
     )
-    engine: str = setting("transformers", "Engine that serves the cache: transformers, or vllm.")
+    engine: str = setting("transformers", "Engine that serves the cache: transformers or vllm.")
     arch: str | None = setting(
         None,
-        "GPUs to compile for, comma-separated, like sm_80,H100; none of them is needed.",
+        "GPUs to compile for, comma-separated, like sm_80,H100. The machine needs no GPU.",
         shown="the GPUs here",
     )
     dtype: str = setting("bf16", "Dtype that the model runs in: bf16 or fp16.")

@@ -49,9 +49,9 @@ GROWTH = (1024, 2048, 4096, 8192)
 BAR = 60
 """Characters of the longest bar."""
 NEXT = (
-    "kvbits plan MODEL --gpu-memory 24GB      how many users and tokens fit your card; --html page.html draws it",
-    "kvbits check MODEL --scheme klt4         whether your model keeps its quality: minutes",
-    "kvbits eval MODEL --out results          all of it measured; kvbits report results makes a page of it",
+    "kvbits plan MODEL --gpu-memory 24GB      see how many users fit on your card",
+    "kvbits check MODEL --scheme klt4         check in minutes that klt4 suits your model",
+    "kvbits eval MODEL --out results          measure everything; kvbits report results draws it",
 )
 """Commands to try after the demo."""
 
@@ -244,7 +244,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
 
     stock, *ours = result["rows"]
     noted = all("kl_max" in r for r in result["rows"])  # results of before have no worst token
-    worst = ", worst of one token" if noted else ""
+    worst = ", and worst is the largest of a token" if noted else ""
     why = (
         "the model computes in float32, so it differs by nothing"
         if result["dtype"] == "float32"
@@ -253,11 +253,11 @@ def shown(result: dict[str, Any]) -> list[Any]:
     noise = f" raw is lossless: {why}." if any(r["scheme"] == "raw" for r in ours) else ""
     t = Table(
         caption=(
-            f"memory: of {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, scales and raw newest"
-            f" tokens included; perplexity and KL over {result['scored']:,} tokens: how much worse the text is"
-            f" predicted, and how far predictions lie from the stock cache's (0: the same{worst}); top token: how often"
-            f" the likeliest next token is the same; tokens/s: {result['new_tokens']} one by one after"
-            f" {result['context']:,}.{noise}"
+            f"memory counts {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, with scales and the"
+            f" newest tokens. perplexity and KL are over {result['scored']:,} tokens: how well the cache predicts the"
+            f" text, and how far its predictions lie from the stock cache's (0 is the same{worst}). top token is how"
+            f" often the likeliest next token is the same. tokens/s counts {result['new_tokens']} tokens, one by one"
+            f" after {result['context']:,}.{noise}"
         ),
         title=(
             f"{result['model']}, {result['dtype']}, on {result['device']} with {counted(result['threads'], 'thread')}"
@@ -302,7 +302,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
     )
     beside = Table(
         title=f"... {' '.join(texts['before'].split())}",
-        caption=f"What each cache's model writes next, the likeliest word each time: {same}.",
+        caption=f"Each cache's continuation of the text, with the likeliest token each time: {same}.",
     )
     beside.title_justify = beside.caption_justify = "left"
     held = next(r for r in ours if r["scheme"] == name)

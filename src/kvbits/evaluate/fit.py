@@ -95,9 +95,8 @@ class Goal:
                 )
         elif len(given) < 2:
             raise SpecError(
-                "two of memory, context and a largest KL make the third, and"
-                f" {given[0] + ' alone was' if given else 'none was'} given; give --scheme, whose bytes are then the"
-                " budget, or two of --memory or --gpu-memory, --context and --max-kl"
+                f"{given[0] + ' alone' if given else 'no budget'} was given; give --scheme, whose bytes are then the"
+                " budget, or two of memory (--memory or --gpu-memory), --context and --max-kl"
             )
         if self.max_kl is not None and not self.max_kl > 0:
             raise SpecError(f"a largest KL of {self.max_kl} nats: it must be above 0; 0.005 is hardly seen, 0.05 is")
@@ -424,17 +423,29 @@ def require_room(goal: Goal, names: Sequence[str]) -> None:
     )
 
 
+def require_start(goal: Goal, names: Sequence[str]) -> None:
+    """Refuse a preset that a fit of this model does not start from, before anything is measured.
+
+    Args:
+        names: `family`.
+
+    Raises:
+        SpecError: with the presets that it does start from.
+    """
+    if goal.scheme is not None and goal.scheme not in names:
+        raise SpecError(f"--scheme {goal.scheme}: a fit of this model starts from {', '.join(names)}; take one of them")
+
+
 def base_of(bench: Bench, goal: Goal, names: Sequence[str], *, progress: bool = False) -> Scheme:
     """Return the preset that a fit starts from: the one that was named, the largest one that fits the memory, or the
     smallest one that reaches the quality.
 
     Raises:
-        SpecError: the one that was named is none for this model.
+        SpecError: see `require_start`.
     """
+    require_start(goal, names)
     known = [presets.for_layers(name, goal.layers) for name in names]
     if goal.scheme is not None:
-        if goal.scheme not in names:
-            raise SpecError(f"{goal.scheme} cannot start a fit of this model; take {', '.join(names)}")
         return known[names.index(goal.scheme)]
     if goal.context is not None and (memory := goal.memory_bytes) is not None:
         return next((s for s in reversed(known) if goal.nbytes(s) <= memory), known[0])

@@ -49,19 +49,19 @@ class Options:
 
     windows: int = setting(16, "Windows of each text, spread evenly over it; replay: chains.", least=1)
     length: int = setting(
-        1024, "Tokens of a window, or of a chain (its prompt, 200 to 400, among them); 1k is 1,024.", tokens=2
+        1024, "Tokens of a window, or of a chain with its prompt (200 to 400); 1k is 1,024.", tokens=2
     )
     chunk: int | None = setting(
         None,
-        "Tokens per forward pass: history older than that is read as stored; long ones flatter few bits.",
+        "Tokens per forward pass. Tokens of one pass read one another in 16 bits, so long passes flatter few bits.",
         shown="16 (fidelity, follow, replay), else 128",
         tokens=1,
     )
     context: int = setting(512, "decode, greedy, follow: tokens before decoding.", tokens=1)
-    new_tokens: int = setting(64, "decode, greedy, follow: tokens decoded; copying: copied.", tokens=1)
+    new_tokens: int = setting(64, "decode, greedy, follow: tokens to decode; copying: tokens to copy.", tokens=1)
     contexts: tuple[int, ...] | None = setting(
         None,
-        "entities, tracking, ruler (300 at least), tools (2,000 at least): tokens of a prompt; copying: tokens back.",
+        "entities, tracking, ruler (300 at least), tools (2,000 at least): tokens of a prompt. copying: tokens back.",
         read=_lengths,
         shown="2000,4000 (tools), else 1024,2048",
     )
@@ -71,22 +71,22 @@ class Options:
         read=_floats,
         shown="0,0.25,0.5,0.75,1",
     )
-    repeats: int = setting(1, "Prompts per length and depth, or kind; tools: histories, of ten calls each.", least=1)
+    repeats: int = setting(1, "Prompts per length and depth or kind; tools: histories of ten calls.", least=1)
     limit: int | None = setting(None, "Problems of a benchmark, drawn by the seed; all if not given.", least=1)
     shots: int | None = setting(
         None, "Worked examples before a question; the benchmark's usual number if not given.", least=0
     )
     draws: int = setting(
-        0, "gsm8k, humaneval: sampled answers to a problem, alike for all caches; 0: a greedy one.", least=0
+        0, "gsm8k, humaneval: number of sampled answers to a problem; 0 takes one greedy answer.", least=0
     )
     batch_size: int | None = setting(
         None,
-        "Prompts or windows at once; every cache holds them all.",
+        "Prompts or windows at once. Every cache holds all of them.",
         shown="1 (fidelity), 4 (replay), else 8",
         least=1,
     )
     data: dict[str, str] = setting(
-        {}, "Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.", read=_pairs, many=True
+        {}, "Benchmark file, like humaneval=HumanEval.jsonl. Repeatable.", read=_pairs, many=True
     )
     seed: int = setting(0, "Seed that draws prompts and samples.")
 
