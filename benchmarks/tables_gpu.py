@@ -15,12 +15,11 @@ from typing import Any
 
 import run_files
 import step_profile
-from speeds import graphed, sitting
+from speeds import gpu_latest, graphed, sitting
 
 from kvbits import runs
 from kvbits.evaluate.results import read as read_evaluation
-from kvbits.report.collect import Cell
-from kvbits.report.markdown import of_earlier, table
+from kvbits.report.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -63,15 +62,8 @@ def read(name: str) -> Row:
 
 def measured(data: Row, rows: Iterable[Row], command: str) -> str:
     """The line below a table."""
-    rows = list(rows)
     made = {r["run"]: data["runs"][r["run"]] for r in rows}
-    return " ".join([f"`{command}`; {runs.dated(made.values())}.", *earlier(data, rows)])
-
-
-def earlier(data: Row, rows: Iterable[Row]) -> list[str]:
-    """Return a sentence about caches that rows timed in an earlier format, in a list; empty where there are none."""
-    named = ((str(r.get("scheme") or r.get("kv_cache_dtype")), data["runs"][r["run"]]) for r in rows)
-    return of_earlier(sorted({name for name, run in named if run_files.outdated(name, run)}, reverse=True))
+    return f"`{command}`; {runs.dated(made.values())}."
 
 
 def short(shape: str) -> str:
@@ -82,13 +74,17 @@ def short(shape: str) -> str:
 
 def decode() -> str:
     """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time; presets that README
-    does not name where they are of the newest commit.
+    does not name where they are of the newest commit. Rows of speeds that `gpu_latest` derives say so.
     """
     data = run_files.joined(sorted(RESULTS.glob("attend_decode*.json")))
     newest = run_files.latest(
         {"runs": data["runs"], "rows": [r for r in data["rows"] if "speedup_real_cache" in r]}, ("scheme", "shape")
     )
-    rows = {key: r for key, r in newest.items() if key[0] in (*PRESETS, *OTHERS)}
+    rows = {
+        key: r
+        for key, r in newest.items()
+        if key[0] in (*PRESETS, *OTHERS) and not run_files.outdated(key[0], data["runs"][r["run"]])
+    }
     shapes = list(dict.fromkeys(shape for name, shape in rows if name == "raw"))
     newest_run = max((rows["raw", s]["run"] for s in shapes), key=lambda r: data["runs"][r]["utc"])
     commit = data["runs"][newest_run]["commit"]
@@ -110,7 +106,21 @@ def decode() -> str:
             within = f" / {r['speedup_between_matmuls']:.2f}" if r and "speedup_between_matmuls" in r else ""
             cells.append(f"{r['speedup_real_cache']:.2f}{within}" if r else "")
         lines.append([f"`{name}`", *cells])
-    return f"{table(['', *map(short, shapes)], lines)}\n\n{measured(data, rows.values(), 'python benchmarks/bench_decode_gpu.py')}"
+    ratios: Row = {}
+    for name, found in gpu_latest(RESULTS.parent).items():
+        derived = {s: r for s, r in found.items() if "derived" in r}
+        if derived:
+            lines.append(
+                [
+                    f"`{name}`, derived",
+                    *(f"{derived[s]['speedup_real_cache']:.2f}" if s in derived else "" for s in shapes),
+                ]
+            )
+            ratios |= {r["derived"]["id"]: r["derived"] for r in derived.values()}
+    said = measured(data, rows.values(), "python benchmarks/bench_decode_gpu.py")
+    if ratios:
+        said += f" Ratios of editions: `python benchmarks/compare_attend_gpu.py`; {runs.dated(ratios.values())}."
+    return f"{table(['', *map(short, shapes)], lines)}\n\n{said}"
 
 
 def generated() -> tuple[Row, dict[tuple[int, int], dict[tuple[str, str], Row]]]:
@@ -487,13 +497,13 @@ def small() -> str:
         r["time_16_bit_us"] / r["time_us"] for r in rows if not (r["tokens"] <= 256 or r["bytes_16_bit"] <= 8 << 20)
     ]
     names = ", ".join(f"`{n}`" for n in dict.fromkeys(r["scheme"] for r in rows))
-    return (
-        f"1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128, {names}: where the longest"
-        " sequence has 256 tokens, or keys and values of a layer are 8 MiB or less at 16 bits, packed attention is"
-        f" {min(few):.2f} to {max(few):.2f} times as fast as the best 16-bit kernel, at every larger size"
-        f" {min(many):.2f} to {max(many):.2f}"
-        f" times.\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --small')}"
+    said = (
+        f"{names} ran with 1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128. Packed attention"
+        f" is {min(few):.2f} to {max(few):.2f} times as fast as the best 16-bit kernel at two kinds of sizes: sequences"
+        f" of 256 tokens, and layers of at most 8 MiB in 16 bits. It is {min(many):.2f} to {max(many):.2f} times as fast"
+        " at every larger size."
     )
+    return f"{said}\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --small')}"
 
 
 def store() -> str:
@@ -535,21 +545,21 @@ def accuracy() -> str:
     """KL through the kernels of a GPU: windows in chunks of 16, and tokens decoded one by one."""
     lines: list[list[str]] = []
     made: Row = {}
-    old: list[str] = []
     for folder in sorted((RESULTS / "eval").iterdir()):
         for name in PRESETS:
+            files = [folder / task / f"{name}.json" for task in ("fidelity", "decode")]
+            if not all(path.exists() for path in files):
+                continue
             cells = [f"{folder.name}, `{name}`"]
-            for task in ("fidelity", "decode"):
-                data = read_evaluation(folder / task / f"{name}.json")
+            for data in map(read_evaluation, files):
                 s = data["summary"]
                 made |= data["runs"]
-                old += [name] * Cell.of(data).outdated
                 cells += [f"{s['kl_mean']:.4f}", f"{s['kl_max']:.3f}", f"{s['kl_lost']:.2%}"]
             lines.append(cells)
     header = ["model, cache", "windows: KL", "worst", "above 1 nat", "decoding: KL", "worst", "above 1 nat"]
     return (
         f"{table(header, lines)}\n\n`kvbits eval MODEL --device cuda --tasks fidelity,decode`, bfloat16;"
-        f" {' '.join([f'{runs.dated(made.values())}.', *of_earlier(old)])}"
+        f" {runs.dated(made.values())}."
     )
 
 
@@ -569,11 +579,10 @@ def beside_fp8() -> str:
     header = ["dtype", "tokens that fit", "step at 48 x 8,192", "tokens/s at most", "KL"]
     sources = ((data, used), (judged, kl.values()))
     made = [of["runs"][r["run"]] for of, some in sources for r in some]
-    old = dict.fromkeys(sentence for of, some in sources for sentence in earlier(of, some))
     return (
         f"{table(header, lines)}\n\nOne H200, Llama-3.1-8B's geometry, over bf16; KL in nats,"
         f" {next(iter(kl.values()))['model']} decoding in bfloat16, empty where no GPU measured it;"
-        f" {' '.join([f'{runs.dated(made)}.', *old])}"
+        f" {runs.dated(made)}."
     )
 
 
@@ -582,24 +591,28 @@ def prefix_hits() -> str:
     lines: list[list[str]] = []
     curve: dict[str, dict[int, float]] = {}
     made: Row = {}
-    for name in ("conversation", "synthetic", "chats"):
-        data = run_files.read(RESULTS.parent / "prefix_hits" / f"{name}.json")
+    traces = {
+        name: run_files.read(RESULTS.parent / "prefix_hits" / f"{name}.json")
+        for name in ("conversation", "synthetic", "chats")
+    }
+    dtypes = [d for d in SERVED if all(d in {r["kv_cache_dtype"] for r in data["rows"]} for data in traces.values())]
+    for name, data in traces.items():
         newest, made = run_files.newest(data), made | data["runs"]
         curve[name] = {r["capacity_tokens"]: r["hit_rate"] for r in newest["curve"]}
         for gpus in dict.fromkeys(r["gpus"] for r in newest["rows"]):
             rows = {r["kv_cache_dtype"]: r for r in newest["rows"] if r["gpus"] == gpus}
             if name == "conversation":
-                lines.append([f"{newest['on']} x {gpus}, tokens", *(f"{rows[d]['capacity_tokens']:,}" for d in SERVED)])
+                lines.append([f"{newest['on']} x {gpus}, tokens", *(f"{rows[d]['capacity_tokens']:,}" for d in dtypes)])
             lines.append(
                 [
                     f"{name}, {newest['on']} x {gpus}",
-                    *(f"{rows[d]['hit_rate']:.1%}, {rows[d]['computed']:.2f}x" for d in SERVED),
+                    *(f"{rows[d]['hit_rate']:.1%}, {rows[d]['computed']:.2f}x" for d in dtypes),
                 ]
             )
     lines.sort(key=lambda line: not line[0].endswith(", tokens"))
     sizes = sorted({n for points in curve.values() for n in points})
     curves = [[name, *(f"{points[n]:.0%}" if n in points else "" for n in sizes)] for name, points in curve.items()]
-    head = table(["share of prompts found, times what must be computed", *(f"`{d}`" for d in SERVED)], lines)
+    head = table(["share of prompts found, times what must be computed", *(f"`{d}`" for d in dtypes)], lines)
     tail = table(["found by a cache of", *(f"{n / 1e6:.3g}M" for n in sizes)], curves)
     return f"{head}\n\n{tail}\n\n`python benchmarks/study_prefix_hits.py TRACE`; {runs.dated(made.values())}."
 

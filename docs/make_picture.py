@@ -1,7 +1,7 @@
 """Draws docs/results/figures/kl_over_bits.svg from benchmarks/results: `python docs/make_picture.py`. A test compares.
 
-KL over bits held at 8,192 tokens on one model: the formats of kvbits as a line, other caches as grey points. It shows
-the table of equal tails where that is measured (benchmarks/study_tails.py), else the replayed chains.
+KL over bits held at 8,192 tokens on one model, with equal tails (benchmarks/study_tails.py): the formats of kvbits as a
+line, other caches as grey points.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "docs"))
 
-from make_tables import BENCHMARKS, EQUAL_TAIL, HELD_AT, PEERS_MODEL, tails  # noqa: E402
+from make_tables import BENCHMARKS, EQUAL_TAIL, HELD_AT, tails  # noqa: E402
 
-from kvbits.evaluate.results import read as read_result  # noqa: E402
-from kvbits.report.collect import Cell  # noqa: E402
+from kvbits.errors import SpecError  # noqa: E402
 
+PEERS_MODEL = "qwen2.5-coder-1.5b*"
+"""Model of the picture."""
 PICTURE = "docs/results/figures/kl_over_bits.svg"
 LINE = ("int8_centered", "klt4", "klt3", "klt2")
 """Formats that the line joins; other presets are points of other people's recipes."""
@@ -65,21 +66,6 @@ class Picture:
     source: tuple[str, ...]
 
 
-def chains(benchmarks: Path) -> Picture:
-    """Read the replayed chains of 8,192 tokens: each cache with the raw tokens that its recipe keeps."""
-    found, old = [], False
-    for path in sorted((benchmarks / "chains").glob(f"{PEERS_MODEL}/replay/*.json")):
-        c = read_result(path)
-        if c["kind"] == "base":
-            continue
-        s, outdated = c["summary"], Cell.of(c).outdated
-        bits = c["info"]["bits_per_element"] if c["kind"] == "simulated" else 16 / s["memory_reduction"]
-        found.append(Point(c["scheme"], bits, s["kl_mean"], c["scheme"] in LINE))
-        old |= outdated
-    said = "Qwen2.5-Coder-1.5B, chains of 8,192 tokens; each cache keeps the raw tokens of its own recipe"
-    return Picture(tuple(found), (said, *["klt in its first edition"] * old))
-
-
 def equal_tails(benchmarks: Path) -> Picture | None:
     """Read what every cache costs with `EQUAL_TAIL` raw newest tokens at `HELD_AT` tokens; None where that was not
     measured on the model of the page of points.
@@ -100,8 +86,17 @@ def equal_tails(benchmarks: Path) -> Picture | None:
 
 
 def drawn(benchmarks: Path) -> Picture:
-    """Read what is to be drawn."""
-    return equal_tails(benchmarks) or chains(benchmarks)
+    """Read what is to be drawn.
+
+    Raises:
+        SpecError: it was not measured.
+    """
+    if (found := equal_tails(benchmarks)) is None:
+        raise SpecError(
+            f"no tails of {PEERS_MODEL} at {HELD_AT:,} tokens in {benchmarks}; run benchmarks/study_tails.py MODEL"
+            f" --length {HELD_AT} --out {benchmarks}/tails/MODEL.json"
+        )
+    return found
 
 
 def svg(picture: Picture) -> str:

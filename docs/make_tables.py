@@ -2,8 +2,8 @@
 benchmarks/results: `python docs/make_tables.py`. A test compares.
 
 README has `numbers` and `preset_table`, docs/guide/transformers.md `milliseconds_table`, docs/guide/choose.md
-`short_table`, docs/results/evaluation.md `scheme_table`, `length_table` and `chains_table`, docs/results/points.md
-`points_tables` and `tails_tables`. benchmarks/tables_gpu.py writes the tables of one GPU.
+`short_table`, docs/results/evaluation.md `scheme_table` and `length_table`, docs/results/points.md `points_tables` and
+`tails_table`. benchmarks/tables_gpu.py writes the tables of one GPU.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from kvbits.evaluate.paired import points  # noqa: E402
 from kvbits.evaluate.results import read as read_result  # noqa: E402
 from kvbits.integrations.vllm.formats import FORMATS  # noqa: E402
 from kvbits.report import plan_page  # noqa: E402
-from kvbits.report.collect import Cell, Model, Results, collect, held_bits  # noqa: E402
+from kvbits.report.collect import Cell, Model, Results, collect  # noqa: E402
 from kvbits.report.markdown import (  # noqa: E402
     LEGEND,
     change,
     conditions,
     measured,
-    of_earlier,
     percent,
     recommendations,
     recommended,
@@ -55,17 +54,14 @@ FIGURES = "src/kvbits/report/assets/measured.json"
 """What the package knows of what was measured."""
 SHORT_SEQUENCES = "short-sequences"
 """Name of the place for `short_table`."""
-SCHEMES, TABLE, MILLISECONDS, LENGTHS, CHAINS, NUMBERS = (
+SCHEMES, TABLE, MILLISECONDS, LENGTHS, NUMBERS = (
     "scheme-table",
     "preset-table",
     "milliseconds-table",
     "length-table",
-    "chains-table",
     "numbers",
 )
-"""Names of the places for `scheme_table`, `preset_table`, `milliseconds_table`, `length_table`, `chains_table` and
-`numbers`.
-"""
+"""Names of the places for `scheme_table`, `preset_table`, `milliseconds_table`, `length_table` and `numbers`."""
 SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 """Presets of `length_table`: lossless, then by bits."""
 TAKEN = {
@@ -76,8 +72,8 @@ TAKEN = {
     "klt2": "3 bits do not fit; check first",
 }
 """Presets of `preset_table`, by bits, and when to take each."""
-HEADLINE = "klt4"
-"""Preset of `numbers`."""
+HEADLINE, HEADLINE_SHAPE = "klt4", "B=32 H=32/8 T=8192 D=128"
+"""Preset of `numbers`, and the shape of its speed."""
 HELD_AT = 8192
 """Tokens at which `preset_table` states the bits that a cache holds: first and newest tokens in 16 bits among them."""
 HEAD_DIM = 128
@@ -98,52 +94,42 @@ TOKEN_SHAPES = ((1, 32768), (32, 8192))
 
 def milliseconds_table(benchmarks: Path) -> str:
     """Milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its markers: of
-    one sitting, where one timed the stock cache and a preset in a graph, else the newest of each.
+    one sitting, where one timed the stock cache and a preset in a graph, else the newest of each. A column of `TOKENS`
+    that nobody timed is left out.
     """
-    rows: list[list[str]] = []
+    rows: list[tuple[str, list[dict[str, Any] | None]]] = []
     made: list[dict[str, Any]] = []
-    timed: list[list[dict[str, Any] | None]] = []
-    runs: dict[str, dict[str, Any]] = {}
     for path in sorted(benchmarks.glob("nvidia-*/generate.json")):
         data = read(path)
-        runs |= data["runs"]
         sittings = graphed(data)
         for batch, context in TOKEN_SHAPES:
             found = sittings.get((batch, context)) or newest_tokens(data, batch, context)
             cells = [found.get((scheme, mode)) for _, scheme, mode in TOKENS]
             made += [data["runs"][r["run"]] for r in cells if r]
-            timed.append(cells)
-            label = f"{batch} x {context:,} tokens"
-            rows.append([label, *(UNMEASURED if r is None else f"{r['ms_per_token']:.1f}" for r in cells)])
-    old = of_earlier(
-        scheme
-        for (_, scheme, _), cells in zip(TOKENS, zip(*timed, strict=True), strict=True)
-        if any(r and outdated(scheme, runs[r["run"]]) for r in cells)
-    )
-    note = " ".join([f"Runs: {dated(made)}.", *old]) if made else ""
-    return _between(MILLISECONDS, "\n\n".join([table(["", *(label for label, *_ in TOKENS)], rows), note]))
+            rows.append((f"{batch} x {context:,} tokens", cells))
+    timed = [i for i in range(len(TOKENS)) if any(cells[i] for _, cells in rows)]
+    lines = []
+    for label, cells in rows:
+        chosen = [cells[i] for i in timed]
+        lines.append([label, *(UNMEASURED if r is None else f"{r['ms_per_token']:.1f}" for r in chosen)])
+    note = f"Runs: {dated(made)}." if made else ""
+    return _between(MILLISECONDS, "\n\n".join([table(["", *(TOKENS[i][0] for i in timed)], lines), note]))
 
 
 SHORT, LONG, LONGEST = "eval-1024", "eval-8192", "eval-32768"
 """Folders beside the results, of `kvbits eval --tasks fidelity --length 1024` and `--length 8192`, in chunks of 16."""
 UNMEASURED = "not measured"
-EARLIER = "†"
-"""Mark of a cell of `preset_table` that was measured in a format which the preset has no more."""
 
 
 def numbers(benchmarks: Path) -> str:
     """Write the README's three numbers for `HEADLINE` against 16 bits at `HELD_AT` tokens: tokens in the same memory by
-    arithmetic, vLLM's tokens a second at the largest batches of one H200, and KL on the worst model; between its
-    markers.
+    arithmetic, speed of attention on a GPU at `HEADLINE_SHAPE`, and KL on the worst model; between its markers.
     """
-    data = read(benchmarks / "nvidia-h200" / "serve_vllm.json")
-    row = tables_gpu.against_bf16(data)["decode", False, "largest"][f"kvbits_{HEADLINE}"]
-    faster = row["tokens_per_s"] / row["base"]["tokens_per_s"]
-    mark = EARLIER * outdated(row["kv_cache_dtype"], data["runs"][row["run"]])
+    faster = gpu_latest(benchmarks)[HEADLINE][HEADLINE_SHAPE]["speedup_real_cache"]
     worst = _worst(_by_model(HEADLINE, _models_in(benchmarks, LONG)))
     parts = (
         f"**{16 / _held(HEADLINE):.1f} times** the tokens in the same memory",
-        f"**{faster:.1f} times**{mark} the tokens a second",
+        f"**{faster:.1f} times** the speed of attention",
         f"**{_kl(worst)}** nats of KL",
     )
     where = f"All three compare `{HEADLINE}` with 16 bits at {HELD_AT:,} tokens ([conditions](#which-preset))."
@@ -168,22 +154,17 @@ def preset_table(benchmarks: Path) -> str:
     at_length = _models_in(benchmarks, LONG)
     gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], _cpu_benchmark(benchmarks)
     rows, made, judged, timed = [], [], {}, []
+    derived: list[tuple[str, dict[str, Any]]] = []
     for name, when in TAKEN.items():
         found = judged[name] = _by_model(name, at_length)
         speeds = list(gpu.get(name, {}).values())
         timed += speeds
+        derived += [(name, r) for r in speeds if "derived" in r]
         ratios = [r["speedup_real_cache"] for r in speeds]
-        made += [known[r["run"]] for r in speeds] + [run for _, c in found.values() for run in c.runs.values()]
+        made += [run for _, c in found.values() for run in c.runs.values()]
+        made += [run for r in speeds for run in (known[r["run"]], r.get("derived")) if run]
         faster = f"{min(ratios):.1f}-{max(ratios):.1f}x" if ratios else UNMEASURED
-        rows.append(
-            [
-                f"`{name}`",
-                when,
-                f"{_held(name):.1f}",
-                _kl(_worst(found)) if found else UNMEASURED,
-                faster + EARLIER * any(outdated(name, known[r["run"]]) for r in speeds),
-            ]
-        )
+        rows.append([f"`{name}`", when, f"{_held(name):.1f}", _kl(_worst(found)) if found else UNMEASURED, faster])
     notes = [
         f"**Bits** are what one number takes at {HELD_AT:,} tokens in heads of {HEAD_DIM} channels. They count scales"
         " and the newest tokens, which stay in 16 bits.",
@@ -195,17 +176,23 @@ def preset_table(benchmarks: Path) -> str:
         shapes = len({r["shape"] for r in timed})
         notes.append(
             f"**Speed** is that of attention for one new token over the fastest 16-bit kernel ({rivals}): the worst and"
-            f" the best of {shapes} shapes on an H200."
+            f" the best of {shapes} shapes on an H200. The number at the top is that of 32 sequences of"
+            f" {HELD_AT:,} tokens."
+        )
+    if derived:
+        names = list(dict.fromkeys(f"`{name}`" for name, _ in derived))
+        other = ", ".join(dict.fromkeys(str(r["derived"]["gpu"]["name"]) for _, r in derived))
+        before, after = dated(known[r["run"]] for _, r in derived), dated(r["derived"] for _, r in derived)
+        notes.append(
+            f"The speed of {_listed(names)} is derived. It divides the first edition's on the H200 ({before}) by the"
+            f" time that the second takes of the first's on one {other} ({after})."
         )
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
-        mark = EARLIER * any(outdated(name, run) for name in TAKEN for run in cpu.runs.get(name, []))
         notes.append(
             f"On one thread of a CPU{cpu.instructions}, Transformers generates {min(ratios):.2f} to"
-            f" {max(ratios):.2f}{mark} times as many tokens a second as with its own cache."
+            f" {max(ratios):.2f} times as many tokens a second as with its own cache."
         )
         made += [run for name in TAKEN for run in cpu.runs.get(name, [])]
-    if any(EARLIER in part for row in [*rows, notes] for part in row):
-        notes.append(f"**{EARLIER}** marks a figure that an earlier format of the preset gave.")
     notes.append(f"Runs: {dated(made)}.")
     columns = ["take", "when", "bits", "worst KL", "speed"]
     return _between(TABLE, "\n\n".join([table(columns, rows, left=2), "\n".join(f"- {n}" for n in notes)]))
@@ -257,15 +244,16 @@ def _finest(models: Iterable[Model]) -> list[Model]:
 
 def _by_model(scheme: str, models: Iterable[Model]) -> dict[str, tuple[Model, Cell]]:
     """Return a scheme's results by the model's name, in the dtype of least rounding noise. Results in an earlier format
-    count only where there are no others.
+    do not count.
 
     Args:
         models: see `_models_in`.
     """
-    every = [(m, measured(m)[scheme]) for m in models if scheme in measured(m)]
     found: dict[str, tuple[Model, Cell]] = {}
-    for m, c in [x for x in every if not x[1].outdated] or every:
-        found.setdefault(m.name, (m, c))
+    for m in models:
+        cell = measured(m).get(scheme)
+        if cell is not None and not cell.outdated:
+            found.setdefault(m.name, (m, cell))
     return found
 
 
@@ -275,7 +263,7 @@ def _worst(found: dict[str, tuple[Model, Cell]]) -> Cell:
 
 
 def _kl(cell: Cell) -> str:
-    return f"{cell.summary['kl_mean']:.4f}{EARLIER * cell.outdated}"
+    return f"{cell.summary['kl_mean']:.4f}"
 
 
 @dataclass(frozen=True)
@@ -373,106 +361,40 @@ def scheme_table(results: Results, benchmarks: Path) -> str:
 
 
 def length_table(benchmarks: Path) -> str:
-    """What chunks and lengths leave of the raw tokens that are read; then KL as decoding reads, at two lengths, with
-    the worst token and what was read raw beside each mean; between its markers.
+    """What chunks and lengths leave of the raw tokens that are read; then KL as decoding reads, by length, with the
+    worst token and what was read raw beside each mean; between its markers.
 
     Args:
-        benchmarks: the folder benchmarks/results, with folders `SHORT` and `LONG`; what is not there has no rows.
+        benchmarks: the folder benchmarks/results, with folders `SHORT`, `LONG` and `LONGEST`; what is not there has no
+            rows.
     """
-    columns = [
-        "model, tokens of a window",
-        "cache",
-        "KL",
-        "worst KL",
-        "at token",
-        "above 1 nat",
-        "read raw",
-        "perplexity",
-    ]
-    rows, how, made, old = [], [], [], []
+    columns = ["model, tokens", "cache", "KL", "worst", "above 1 nat", "read raw", "perplexity"]
+    rows, made = [], []
+    how: dict[str, list[str]] = {}
     texts: dict[str, None] = {}
-    for models in (_models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)):
+    for models in (_models_in(benchmarks, name) for name in (SHORT, LONG, LONGEST)):
         for m in _finest(models):
             cells = m.tasks["fidelity"]
-            how.append(f"- {m.name}: {conditions(m)}")
+            how.setdefault(conditions(m), []).append(m.name)
             for name in (name for name in SHOWN if name in cells):
                 s, c = cells[name].summary, cells[name]
                 texts |= {c.info["calibration"]["text"]: None} if "calibration" in c.info else {}
                 made += list(c.runs.values())
-                old += [name] * c.outdated
-                at = "" if s["kl_worst"] is None else f"{s['kl_worst']:,}"
-                rows.append(
-                    [
-                        f"{m.name}, {c.settings['length']:,}",
-                        f"`{name}`",
-                        f"{s['kl_mean']:.5f}",
-                        f"{s['kl_max']:.3f}",
-                        at,
-                        percent(s["kl_lost"]),
-                        percent(s["read_raw"]),
-                        change(s),
-                    ]
-                )
-    calibrated = [f"Calibrated on {', '.join(texts)}."] if texts else []
-    notes = ["\n".join(how), " ".join([*calibrated, f"Runs: {dated(made)}.", *of_earlier(old)])] if made else []
-    said = (
-        f"Share of the tokens that attention read in 16 bits, computed for heads of {NARROW} and full attention in"
-        " every layer:"
+                at = f"{m.name}, {c.settings['length']:,}"
+                figures = [f"{s['kl_mean']:.5f}", f"{s['kl_max']:.2f}", percent(s["kl_lost"]), percent(s["read_raw"])]
+                rows.append([at, f"`{name}`", *figures, change(s)])
+    said = [f"- {', '.join(names)}: {what}." for what, names in how.items()]
+    said += [f"- klt's calibrations read {', '.join(texts)}."] if texts else []
+    notes = ["\n".join([*said, f"- Runs: {dated(made)}."])] if made else []
+    share = (
+        f"Share of the tokens that attention reads in 16 bits, in heads of {NARROW} and full attention (arithmetic):"
     )
-    return _between(LENGTHS, "\n\n".join([said, _read_raw(), "Measured:", table(columns, rows), *notes]))
+    return _between(LENGTHS, "\n\n".join([share, _read_raw(), "Measured:", table(columns, rows, left=2), *notes]))
 
 
-def chains_table(benchmarks: Path) -> str:
-    """What each cache and each simulated peer costs on replayed chains, by bits, largest first, between its markers.
-
-    Args:
-        benchmarks: the folder benchmarks/results, with a folder chains.
-    """
-    found = {
-        path: list(map(read_result, path.glob("*.json"))) for path in sorted((benchmarks / "chains").glob("*/replay"))
-    }
-    places = sorted({int(at) for cells in found.values() for c in cells for at in c["summary"]["octaves"]})
-    columns = [
-        "model",
-        "cache",
-        "bits",
-        "read raw",
-        "KL",
-        "worst KL",
-        "above 1 nat",
-        "same token",
-        *(f"KL, {at:,} to {2 * at - 1:,}" for at in places),
-    ]
-    rows, made, chains, old = [], [], [], []
-    for path, cells in found.items():
-        for c in sorted(cells, key=lambda c: (-c["info"]["bits_per_element"], c["summary"]["kl_mean"])):
-            s, model = c["summary"], path.parent.name
-            made += list(c["runs"].values())
-            old += [c["scheme"]] * Cell.of(c).outdated
-            if c["kind"] == "base":
-                chains.append(f"{model}: {s['windows']} of {c['settings']['length']:,} tokens, {s['tokens']:,} scored")
-                continue
-            by = [s["octaves"].get(str(at)) for at in places]
-            rows.append(
-                [
-                    model,
-                    _named(c),
-                    f"{c['info']['bits_per_element']:.2f}",
-                    percent(s.get("read_raw")),
-                    f"{s['kl_mean']:.5f}",
-                    f"{s['kl_max']:.3f}",
-                    percent(s["kl_lost"]),
-                    percent(s["top1_agreement"]),
-                    *("" if one is None else f"{one['kl_mean']:.5f}" for one in by),
-                ]
-            )
-    note = " ".join([f"Chains of {'; '.join(chains)}. Runs: {dated(made)}.", *of_earlier(old)])
-    return _between(CHAINS, "\n\n".join([table(columns, rows), note]))
-
-
-def _named(result: dict[str, Any]) -> str:
-    """A cache's name in a table beside those that are simulated."""
-    return f"`{result['scheme']}`" + ", simulated" * (result["kind"] == "simulated")
+def _named(scheme: str, kind: str) -> str:
+    """A cache's name in a table: in italics where it is simulated."""
+    return f"*{scheme}*" if kind == "simulated" else f"`{scheme}`"
 
 
 def _read_raw() -> str:
@@ -515,190 +437,216 @@ def tails(benchmarks: Path) -> dict[tuple[str, int], dict[tuple[str, int | str],
     return found
 
 
-def tails_tables(benchmarks: Path) -> tuple[str, ...]:
-    """KL of every format and peer with as many raw newest tokens, bits held beside it; and the same rows in the units
-    of llama.cpp's perplexity tool, between their markers.
+def tails_table(benchmarks: Path) -> str:
+    """A table for each model, between markers: KL of every format and peer with `EQUAL_TAIL` raw newest tokens, bits
+    held beside it, in the units of llama.cpp's perplexity tool, too; then bits and KL with other tails.
     """
-    wide, units, made = [], [], []
+    parts, made = [], []
     text: dict[str, None] = {}
-    every = tails(benchmarks)
-    lengths = sorted({tail for rows in every.values() for _, tail in rows if isinstance(tail, int)})
-    shown: list[int | str] = [*lengths, "own"]
-    for (model, length), rows in every.items():
-        names = sorted(
-            {name for name, _ in rows}, key=lambda n: (min(r["held_bits"] for (m, _), r in rows.items() if m == n), n)
-        )
-        for name in names:
-            cells = []
-            for tail in shown:
-                row = rows.get((name, tail))
-                cells += ["", ""] if row is None else [f"{row['held_bits']:.2f}", f"{row['kl_mean']:.5f}"]
-            some = next(row for (m, _), row in rows.items() if m == name)
-            called = f"`{name}`" + ", simulated" * (some["kind"] == "simulated")
-            wide.append([f"{model}, {length:,}", called, *cells])
-            if (row := rows.get((name, EQUAL_TAIL))) is not None:
-                units.append(
-                    [
-                        f"{model}, {length:,}",
-                        called,
-                        f"{row['held_bits']:.2f}",
-                        f"{row['kl_mean']:.5f}",
-                        f"{row['kl_median']:.6f}",
-                        f"{row['kl_p999']:.3f}",
-                        percent(row["top1_agreement"]),
-                        percent(row["dp_rms"]),
-                    ]
-                )
+    for (model, length), rows in tails(benchmarks).items():
+        others = sorted({tail for _, tail in rows} - {EQUAL_TAIL}, key=lambda tail: (isinstance(tail, str), tail))
+        held: dict[str, float] = {}
+        for (name, tail), row in rows.items():
+            if tail == EQUAL_TAIL or name not in held:
+                held[name] = row["held_bits"]
+        lines = []
+        for name in sorted(held, key=lambda name: (held[name], name)):
+            cells = [""] * 6
+            if (name, EQUAL_TAIL) in rows:
+                row = rows[name, EQUAL_TAIL]
+                cells = [f"{row['held_bits']:.2f}", f"{row['kl_mean']:.5f}", f"{row['kl_median']:.5f}"]
+                cells += [f"{row['kl_p999']:.2f}", f"{row['top1_agreement']:.1%}", f"{row['dp_rms']:.2%}"]
+            for tail in others:
+                other = rows.get((name, tail))
+                cells += ["", ""] if other is None else [f"{other['held_bits']:.2f}", f"{other['kl_mean']:.5f}"]
+            kind = next(row["kind"] for (m, _), row in rows.items() if m == name)
+            lines.append([_named(name, kind), *cells])
+        columns = ["cache", "bits", "KL", "median", "99.9 %", "same token", "RMS dp"]
+        called = [f"{tail} raw" if isinstance(tail, int) else f"{tail} tail" for tail in others]
+        columns += [f"{what}, {tail}" for tail in called for what in ("bits", "KL")]
+        parts += [f"**{model}**, windows of {length:,} tokens, {EQUAL_TAIL} raw:", table(columns, lines)]
         made += [row["made"] for row in rows.values()]
         text |= {row["made"]["facts"]["text"]: None for row in rows.values()}
-    columns = [f"{what}, {tail} raw" for tail in lengths for what in ("bits", "KL")] + [
-        "bits, own tail",
-        "KL, own tail",
-    ]
-    note = f"\n\nTexts: {', '.join(text)}. Runs: {dated(made)}." if made else ""
-    theirs = ["bits", "KL", "median", "99.9 %", "same token", "RMS dp"]
-    return (
-        _between("points-tails", table(["model, tokens", "cache", *columns], wide, left=2) + note),
-        _between("points-units", table(["model, tokens", "cache", *theirs], units, left=2)),
-    )
+    note = [f"Text: {', '.join(text)}. Runs: {dated(made)}."] if made else []
+    return _between("points-tails", "\n\n".join([*parts, *note]))
 
 
 EQUAL_TAIL = 128
-"""Raw newest tokens of the caches in the table of units and in the picture: as many as `klt4` keeps."""
-ANSWERED = ("int8_centered", "klt4", "klt3", "klt2", "kivi4")
+"""Raw newest tokens of the caches that are compared: as many as `klt4` keeps."""
+ANSWERED = ("int8_centered", "kivi4", "klt4", "klt3", "klt2")
 """Columns of answers."""
-RULER = ("ruler", "ruler-8192", "ruler-16384", "ruler-32000")
-POINTS = (
-    {"copying": "copying", "tracking": "tracking"}
-    | dict.fromkeys(RULER, "ruler")
-    | {"answers": "gsm8k", "sampled": "gsm8k"}
+RULER = ("ruler", "ruler-8192", "ruler-16384", "ruler-32000", "ruler-8192-second")
+ANSWERS = (
+    ("copying", "copying"),
+    ("tracking", "tracking"),
+    *((name, "ruler") for name in RULER),
+    ("answers", "gsm8k"),
+    ("sampled", "gsm8k"),
+    ("answers", "humaneval"),
 )
-"""Folder of nvidia-h100/length -> the task that is measured in it, right or wrong; answers have humaneval, too."""
-PEERS_MODEL = "qwen2.5-coder-1.5b*"
-"""Folder of chains whose caches are put beside other engines' on the page of points."""
+"""Folders of nvidia-h100/length, and the task in it that is right or wrong."""
+PAGE = "page"
+"""Folder beside the results, or below a machine's, of `make page`: every task on one model."""
+CALIBRATED = tuple(name for name in SHOWN if name.startswith("klt"))
+"""Presets whose figures `unmeasured` looks for."""
+
+
+def _folders(benchmarks: Path, name: str) -> list[Path]:
+    """Return a folder of nvidia-h100/length, and the folders `PAGE`, where they are."""
+    found = [
+        benchmarks / "nvidia-h100" / "length" / name,
+        *benchmarks.glob(PAGE),
+        *sorted(benchmarks.glob(f"*/{PAGE}")),
+    ]
+    return [folder for folder in found if folder.is_dir()]
+
+
+def _called(model: str) -> str:
+    """A model's name in a table: what `embedded` is."""
+    return "smollm2-135m-instruct, embedded" if model == "embedded" else model
+
+
+def _found(folder: Path, task: str) -> list[tuple[Model, Cell]]:
+    """Return a task's results in a folder, without those of the 16-bit cache and of earlier formats."""
+    return [
+        (m, c)
+        for m in collect(folder).models.values()
+        for c in m.tasks.get(task, {}).values()
+        if c.kind != "base" and not c.outdated
+    ]
+
+
+def _replayed(benchmarks: Path) -> list[tuple[str, Cell, float]]:
+    """Return (model, cache, bits) of replayed chains beside simulated peers, by model and KL; of two results of a cache
+    on a model the one of more windows. Bits are all that a packed cache holds, and what an engine stores of a peer.
+    """
+    folders = [benchmarks / "chains", *benchmarks.glob(PAGE), *sorted(benchmarks.glob(f"*/{PAGE}"))]
+    found: dict[tuple[str, str], tuple[Cell, float]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*/replay/*.json")):
+            data = read_result(path)
+            cell, key = Cell.of(data), (data["model"]["name"], data["scheme"])
+            if cell.kind == "base" or cell.outdated:
+                continue
+            if key not in found or cell.summary["windows"] > found[key][0].summary["windows"]:
+                whole = 32 if data["model"]["dtype"] == "float32" else 16
+                simulated = cell.kind == "simulated"
+                found[key] = (
+                    cell,
+                    cell.info["bits_per_element"] if simulated else whole / cell.summary["memory_reduction"],
+                )
+    return sorted(((m, c, b) for (m, _), (c, b) in found.items()), key=lambda x: (x[0], x[1].summary["kl_mean"]))
 
 
 def points_tables(benchmarks: Path) -> tuple[str, ...]:
-    """What is lost beside the 16-bit cache at length, between markers: KL at 8,192 tokens, by octave of a chain, by
-    text; and answers in points of 100.
+    """What is lost beside the 16-bit cache at length, between markers: KL by octave of a chain, beside other engines'
+    formats, token by token, by text; answers in points of 100; and what was not measured.
     """
-    length = benchmarks / "nvidia-h100" / "length"
     made: list[dict[str, Any]] = []
-    old: list[str] = []
+    every: list[tuple[str, Model, Cell]] = []
 
-    def cells(folder: Path, task: str) -> list[tuple[Model, Cell]]:
-        found = (
-            [
-                (m, c)
-                for m in collect(folder).models.values()
-                for c in m.tasks.get(task, {}).values()
-                if c.kind != "base"
-            ]
-            if folder.is_dir()
-            else []
-        )
+    def cells(name: str, task: str, called: str) -> list[tuple[Model, Cell]]:
+        found = [x for folder in _folders(benchmarks, name) for x in _found(folder, task)]
         made.extend(run for _, c in found for run in c.runs.values())
-        old.extend(c.scheme for _, c in found if c.outdated)
+        every.extend((called, m, c) for m, c in found)
         return found
 
     def kl(value: float) -> str:
         return f"{value:.5f}"
 
-    wide = [
-        [
-            f"{m.name}, {c.settings['length']:,}",
-            f"`{c.scheme}`",
-            f"{held_bits(c, m.tasks['fidelity']):.2f}",
-            kl(c.summary["kl_mean"]),
-            f"{c.summary['kl_max']:.2f}",
-            percent(c.summary["kl_lost"]),
-            change(c.summary),
-        ]
-        for folder in (LONG, LONGEST)
-        for m, c in cells(benchmarks / "nvidia-h100" / folder, "fidelity")
-    ]
-    rivals = [
-        c
-        for path in (benchmarks / "chains").glob(PEERS_MODEL)
-        for c in map(read_result, path.glob("replay/*.json"))
-        if c["kind"] != "base"
-    ]
-    against = []
-    for c in sorted(rivals, key=lambda c: c["summary"]["kl_mean"]):
-        s = c["summary"]
-        made += list(c["runs"].values())
-        old += [c["scheme"]] * Cell.of(c).outdated
-        bits = c["info"]["bits_per_element"] if c["kind"] == "simulated" else 16 / s["memory_reduction"]
-        figures = (
-            f"{bits:.2f}",
-            kl(s["kl_mean"]),
-            f"{s['kl_max']:.2f}",
-            percent(s["kl_lost"]),
-            f"{s['drift']:+.0%}",
-            percent(s["top1_agreement"]),
-        )
-        against.append([_named(c), *figures])
-    chains = cells(length / "chains", "replay")
+    chains = cells("chains", "replay", "chains")
     places = sorted({int(at) for _, c in chains for at in c.summary["octaves"] if int(at) >= DRIFT_FROM})
-    replayed = [
-        [
-            f"`{c.scheme}`",
-            *(kl(c.summary["octaves"][str(at)]["kl_mean"]) for at in places),
-            f"{c.summary['drift']:+.0%}",
-            percent(c.summary["top1_agreement"]),
-        ]
-        for _, c in chains
+    replayed = []
+    for m, c in chains:
+        by = [c.summary["octaves"].get(str(at)) for at in places]
+        figures = ["" if one is None else kl(one["kl_mean"]) for one in by]
+        grown = [f"{c.summary['drift']:+.0%}", percent(c.summary["top1_agreement"])]
+        replayed.append([_called(m.name), f"`{c.scheme}`", *figures, *grown])
+    against = []
+    for model, c, bits in _replayed(benchmarks):
+        s = c.summary
+        made += list(c.runs.values())
+        figures = [f"{bits:.2f}", kl(s["kl_mean"]), f"{s['kl_max']:.2f}", percent(s["kl_lost"])]
+        against.append(
+            [_called(model), _named(c.scheme, c.kind), *figures, f"{s['drift']:+.0%}", percent(s["top1_agreement"])]
+        )
+    decoded = []
+    for m, c in cells("decode", "decode", "token by token"):
+        s = c.summary
+        figures = [kl(s["kl_mean"]), f"{s['kl_max']:.2f}", percent(s["top1_agreement"]), percent(s["read_raw"])]
+        decoded.append([_called(m.name), f"`{c.scheme}`", *figures])
+    texts = cells("texts", "fidelity", "other texts")
+    by_text: dict[tuple[str, str], dict[str, str]] = {}
+    for m, c in texts:
+        for name, s in c.summary.get("texts", {next(iter(c.items), ""): c.summary}).items():
+            by_text.setdefault((_called(m.name), name.rsplit("@", 1)[0]), {})[c.scheme] = kl(s["kl_mean"])
+    caches = [name for name in SHOWN if any(name in row for row in by_text.values())]
+    answered = [
+        [what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)]
+        for folder, task in ANSWERS
+        for what, mine in _answers(cells(folder, task, task), task, folder == "sampled")
     ]
-    decoded = [
-        [
-            f"`{c.scheme}`",
-            kl(c.summary["kl_mean"]),
-            f"{c.summary['kl_max']:.2f}",
-            percent(c.summary["top1_agreement"]),
-            percent(c.summary["read_raw"]),
-        ]
-        for _, c in cells(length / "decode", "decode")
-    ]
-    texts = cells(length / "texts", "fidelity")
-    names = list(texts[0][1].summary["texts"]) if texts else []
-    by_text = [[f"`{c.scheme}`", *(kl(c.summary["texts"][name]["kl_mean"]) for name in names)] for _, c in texts]
-    answered = []
-    for folder, task in [*POINTS.items(), ("answers", "humaneval")]:
-        some = cells(length / folder, task)
-        for m in dict.fromkeys(m.name for m, _ in some):
-            mine = {c.scheme: c.summary for other, c in some if other.name == m and c.scheme in ANSWERED}
-            # paired: as many of each
-            (n,) = {s.get("parts", s.get("answers", s.get("problems"))) for s in mine.values()}
-            long, *others = (
-                {int(kind.rpartition(":")[2]) for s in mine.values() for kind in s["by_kind"]}
-                if task == "ruler"
-                else {0}
-            )
-            what = (
-                f"{task}{f' at {long:,}' * (long > 0 and not others)}{', sampled' * (folder == 'sampled')}, {m}, {n:,}"
-            )
-            answered.append([what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)])
-    return (
-        _between(
-            "points-kl",
-            table(["model, tokens", "cache", "bits held", "KL", "worst", "above 1 nat", "perplexity"], wide),
-        ),
-        _between(
-            "points-chains",
-            table(["cache", *(f"KL, {at:,} to {2 * at - 1:,}" for at in places), "a doubling", "same token"], replayed),
-        ),
-        _between(
-            "points-peers", table(["cache", "bits", "KL", "worst", "above 1 nat", "a doubling", "same token"], against)
-        ),
-        _between("points-decode", table(["cache", "KL", "worst", "same token", "read raw"], decoded)),
-        _between("points-texts", table(["cache", *(name.rsplit("@", 1)[0] for name in names)], by_text)),
-        _between(
-            "points-answers",
-            table(["task, model, answers", *(f"`{name}`" for name in ANSWERED)], answered)
-            + "\n\n"
-            + " ".join([f"Runs: {dated(made)}.", *of_earlier(old)]),
-        ),
+    asked = [name for i, name in enumerate(ANSWERED, 1) if any(row[i] for row in answered)]
+    answers = table(
+        ["task, model, answers", *(f"`{name}`" for name in asked)],
+        [[row[0], *(row[1 + ANSWERED.index(name)] for name in asked)] for row in answered],
     )
+    for m in _models_in(benchmarks, LONGEST):
+        cells_of = m.tasks["fidelity"].values()
+        every += [(f"KL at {c.settings['length']:,} tokens", m, c) for c in cells_of if not c.outdated]
+    octaves = [f"{at:,} to {2 * at - 1:,}" for at in places]
+    return (
+        _between("points-chains", table(["model", "cache", *octaves, "a doubling", "same token"], replayed, left=2)),
+        _between(
+            "points-peers",
+            table(
+                ["model", "cache", "bits", "KL", "worst", "above 1 nat", "a doubling", "same token"], against, left=2
+            ),
+        ),
+        _between("points-decode", table(["model", "cache", "KL", "worst", "same token", "read raw"], decoded, left=2)),
+        _between(
+            "points-texts",
+            table(
+                ["model, text", *(f"`{name}`" for name in caches)],
+                [[f"{m}, {t}", *(row.get(name, "") for name in caches)] for (m, t), row in by_text.items()],
+            ),
+        ),
+        _between("points-answers", f"{answers}\n\nRuns of this page: {dated(made)}."),
+        _between("points-unmeasured", _unmeasured(every)),
+    )
+
+
+def _answers(
+    cells: list[tuple[Model, Cell]], task: str, sampled: bool
+) -> Iterable[tuple[str, dict[str, dict[str, Any]]]]:
+    """Yield (what was asked, preset -> summary) of each model. All presets of a model answered as many questions."""
+    for model, dtype in dict.fromkeys((m.name, m.facts["dtype"]) for m, _ in cells):
+        mine = {
+            c.scheme: c.summary
+            for m, c in cells
+            if (m.name, m.facts["dtype"]) == (model, dtype) and c.scheme in ANSWERED
+        }
+        if not mine:
+            continue
+        (n,) = {s.get("parts", s.get("answers", s.get("problems"))) for s in mine.values()}
+        lengths = (
+            {int(kind.rpartition(":")[2]) for s in mine.values() for kind in s["by_kind"]} if task == "ruler" else {0}
+        )
+        long = max(lengths) if len(lengths) == 1 else 0
+        where = _called(model) if dtype == "float16" else f"{_called(model)}, {dtype}"
+        yield f"{task}{f' at {long:,}' * (long > 0)}{', sampled' * sampled}, {where}, {n:,}", mine
+
+
+def _unmeasured(every: list[tuple[str, Model, Cell]]) -> str:
+    """List what was measured with other presets, and not with klt's."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for what, m, c in every:
+        found.setdefault((what, _called(m.name)), set()).add(c.scheme)
+    lacking: dict[str, dict[str, None]] = {}
+    for (what, model), names in found.items():
+        if missing := [name for name in CALIBRATED if name not in names]:
+            lacking.setdefault(f"{what} ({', '.join(f'`{n}`' for n in missing)})", {})[model] = None
+    return "\n".join(f"- {what}: {', '.join(models)}" for what, models in lacking.items())
 
 
 def _between(name: str, part: str) -> str:
@@ -822,12 +770,8 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
     parts = {
         "README.md": (numbers(benchmarks), preset_table(benchmarks)),
         "docs/guide/transformers.md": (milliseconds_table(benchmarks),),
-        "docs/results/evaluation.md": (
-            scheme_table(results, benchmarks),
-            length_table(benchmarks),
-            chains_table(benchmarks),
-        ),
-        "docs/results/points.md": (*points_tables(benchmarks), *tails_tables(benchmarks)),
+        "docs/results/evaluation.md": (scheme_table(results, benchmarks), length_table(benchmarks)),
+        "docs/results/points.md": (*points_tables(benchmarks), tails_table(benchmarks)),
         "docs/guide/choose.md": (short_table(),),
     }
     for name, tables in parts.items():

@@ -9,6 +9,7 @@ import pytest
 import run_files
 
 from kvbits.evaluate.results import FORMAT, read
+from kvbits.report.collect import Cell
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
 FILES = sorted(FOLDER.rglob("*.json"))
@@ -41,3 +42,19 @@ def test_results_stay_small():
     assert sum(path.stat().st_size for path in FILES) <= LIMIT, (
         "run benchmarks/trim_results.py on new folders of `kvbits eval`, and drop what no table reads"
     )
+
+
+def test_no_figure_is_of_an_earlier_edition_of_klt():
+    """A reader takes a row for what the preset of that name does today. `speeds.gpu_latest` alone reads earlier times,
+    to derive today's.
+    """
+    found = []
+    for path in FILES:
+        data = json.loads(path.read_text())
+        if data.get("format") == FORMAT:
+            found += [path] * ("klt" in data["scheme"] and Cell.of(read(path)).outdated)
+        elif path.name != "attend_decode.json":
+            rows = [r for rows in data.values() if isinstance(rows, list) for r in rows]
+            named = [(r.get(field), r["run"]) for r in rows for field in ("scheme", "kv_cache_dtype", "cache", "name")]
+            found += [path] * any(isinstance(n, str) and run_files.outdated(n, data["runs"][run]) for n, run in named)
+    assert not found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -11,11 +12,12 @@ from pathlib import Path
 import make_tables as tables
 import pytest
 from run_files import outdated
-from speeds import gpu_speeds, in_words, kernel_groups
+from speeds import gpu_latest, gpu_speeds, in_words, kernel_groups
 from tails_file import tails_of
 
 from kvbits import schemes
 from kvbits.errors import SpecError
+from kvbits.evaluate.results import dumps, read
 from kvbits.report import plan_page
 from kvbits.report.collect import collect
 from kvbits.report.markdown import recommended
@@ -27,6 +29,11 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks" / "results"
 RESULTS = BENCHMARKS / "eval"
 RUN = "run: python docs/make_tables.py"
+
+
+@functools.cache
+def committed_points() -> tuple[str, ...]:
+    return tables.points_tables(BENCHMARKS)
 
 
 def two_runs() -> dict:
@@ -73,9 +80,8 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         ("docs/guide/transformers.md", lambda: tables.milliseconds_table(BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.scheme_table(collect(RESULTS), BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.length_table(BENCHMARKS)),
-        ("docs/results/evaluation.md", lambda: tables.chains_table(BENCHMARKS)),
-        *(("docs/results/points.md", lambda i=i: tables.points_tables(BENCHMARKS)[i]) for i in range(6)),
-        *(("docs/results/points.md", lambda i=i: tables.tails_tables(BENCHMARKS)[i]) for i in range(2)),
+        *(("docs/results/points.md", lambda i=i: committed_points()[i]) for i in range(6)),
+        ("docs/results/points.md", lambda: tables.tails_table(BENCHMARKS)),
     ],
     ids=[
         "numbers",
@@ -83,8 +89,7 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         "milliseconds",
         "schemes",
         "lengths",
-        "chains",
-        *(f"points-{n}" for n in ("kl", "chains", "peers", "decode", "texts", "answers", "tails", "units")),
+        *(f"points-{n}" for n in ("chains", "peers", "decode", "texts", "answers", "unmeasured", "tails")),
     ],
 )
 def test_the_committed_tables_are_what_the_command_writes(file, made):
@@ -94,19 +99,24 @@ def test_the_committed_tables_are_what_the_command_writes(file, made):
 
 def test_equal_tails_stand_side_by_side_and_the_newest_run_counts(tmp_path):
     rows = [("r2", "klt4", 128, 4.7, 0.001), ("r1", "klt4", 128, 4.7, 0.9), ("r1", "klt4", 0, 4.5, 0.002)]
-    rows += [("r1", "nvfp4", 0, 4.6, 0.03), ("r1", "klt2", "own", 2.8, 0.01), ("r1", "klt2", 0, 2.4, 0.05)]
+    rows += [("r1", "nvfp4", 0, 4.6, 0.03), ("r1", "klt2", 0, 2.4, 0.05), ("r1", "klt2", "own", 2.8, 0.01)]
     tails_of(tmp_path, rows)
     tails_of(tmp_path, [("r1", "klt4", 0, 5.0, 0.004)], length=1024)
-    both, units = tables.tails_tables(tmp_path)
-    cells = [[c.strip() for c in line.strip("|").split("|")] for line in both.splitlines() if line.startswith("| ")]
-    assert len(cells[0]) == 2 + 2 * 3
-    at = "qwen2.5-coder-1.5b-instruct, 8,192"
-    assert [at, "`klt4`", "4.50", "0.00200", "4.70", "0.00100", "", ""] in cells
-    assert [at, "`klt2`", "2.40", "0.05000", "", "", "2.80", "0.01000"] in cells
-    assert [at, "`nvfp4`, simulated", "4.60", "0.03000", "", "", "", ""] in cells and len(cells) == 1 + 4
-    (only,) = (line for line in units.splitlines() if line.startswith("| qwen"))
-    assert all(v in only for v in ("`klt4`", "4.70", "0.00100", "0.000250", "0.050", "98.00%", "1.23%"))
-    assert "wiki.test" in both and "2027-01-02" in both
+    found = tables.tails_table(tmp_path)
+    assert [line for line in found.splitlines() if line.startswith("**")] == [
+        "**qwen2.5-coder-1.5b-instruct**, windows of 1,024 tokens, 128 raw:",
+        "**qwen2.5-coder-1.5b-instruct**, windows of 8,192 tokens, 128 raw:",
+    ]
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in found.splitlines() if line.startswith("| ")]
+    short, long = (i for i, row in enumerate(cells) if row[0] == "cache")
+    assert cells[short:long][1][7:] == ["5.00", "0.00400"]
+    assert cells[long][7:] == ["bits, 0 raw", "KL, 0 raw", "bits, own tail", "KL, own tail"]
+    assert cells[long + 1 :] == [
+        ["`klt2`", *[""] * 6, "2.40", "0.05000", "2.80", "0.01000"],
+        ["*nvfp4*", *[""] * 6, "4.60", "0.03000", "", ""],
+        ["`klt4`", "4.70", "0.00100", "0.00025", "0.05", "98.0%", "1.23%", "4.50", "0.00200", "", ""],
+    ], "by bits, and the newest run counts"
+    assert "wiki.test" in found and "2027-01-02" in found
 
 
 def committed(name):
@@ -171,17 +181,19 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
     )
 
 
-def test_the_readme_s_numbers_are_those_of_its_table_and_of_vllm():
-    """The first screen repeats no figure by hand: KL and bits are its table's, the speed that of vLLM's largest
-    batches.
-    """
+def test_the_readme_s_numbers_are_those_of_its_tables():
+    """The first screen repeats no figure by hand: KL and bits are its table's, the speed one of attention's."""
     text = (ROOT / "README.md").read_text()
     line = next(line for line in text.splitlines() if line.startswith("**") and "·" in line)
     smaller, faster, kl = (float(x) for x in re.findall(r"\*\*([\d.]+)[ \w]*\*\*", line))
     row = rows_of(text)[tables.HEADLINE]
-    assert kl == float(row[2].strip(tables.EARLIER)) and smaller == pytest.approx(16 / float(row[1]), abs=0.1)
-    vllm = rows_of((ROOT / "docs" / "guide" / "vllm.md").read_text().split("gpu:beside_fp8")[1])
-    assert faster == pytest.approx(float(vllm[f"kvbits_{tables.HEADLINE}"][2].strip("x")), abs=0.05)
+    assert kl == float(row[2]) and smaller == pytest.approx(16 / float(row[1]), abs=0.1)
+    least, most = (float(x) for x in row[3].removesuffix("x").split("-"))
+    measured = (ROOT / "docs/results/benchmarks.md").read_text().split("gpu:decode")[1]
+    columns = next(line for line in measured.splitlines() if line.startswith("|  |")).strip("| ").split(" | ")
+    derived = next(line for line in measured.splitlines() if line.startswith(f"| `{tables.HEADLINE}`")).split(" | ")[1:]
+    assert least <= faster <= most
+    assert faster == pytest.approx(float(derived[columns.index("32 x 8,192, 32")]), abs=0.05)
 
 
 def test_the_readme_s_first_screen_is_short():
@@ -200,35 +212,51 @@ def test_the_table_of_lengths_has_the_worst_token_and_what_was_read_raw_beside_e
         shutil.copytree(folder / model, tmp_path / name / model)
     arithmetic, measured = tables.length_table(tmp_path).split("Measured:\n\n")
     assert "| `int4` | 32% | 35% | 51% | 6% | 7% | 11% |" in arithmetic and "| `raw` | 100% |" in arithmetic
-    table, how, note = measured.split("\n\n")
+    table, notes = measured.split("\n\n")
     columns, _, *rows = table.splitlines()
-    assert (
-        columns
-        == "| model, tokens of a window | cache | KL | worst KL | at token | above 1 nat | read raw | perplexity |"
-    )
+    assert columns == "| model, tokens | cache | KL | worst | above 1 nat | read raw | perplexity |"
     assert [row.split(" | ")[1] for row in rows] == ["`raw`", "`int4`"] * 2, "the finer dtype where there are two"
     s = collect(folder).models["tiny"].tasks["fidelity"]["int4"].summary
     assert rows[1].startswith(
-        f"| tiny, 220 | `int4` | {s['kl_mean']:.5f} | {s['kl_max']:.3f} | {s['kl_worst']} | {s['kl_lost']:.2%} |"
-        f" {s['read_raw']:.2%} | "
+        f"| tiny, 220 | `int4` | {s['kl_mean']:.5f} | {s['kl_max']:.2f} | {s['kl_lost']:.2%} | {s['read_raw']:.2%} | "
     )
-    assert "- tiny: 2 windows of 220 tokens spread over t, fed in chunks of 32, float32" in how.splitlines()
-    assert note.startswith("Runs: of ")
+    assert "- tiny: 2 windows of 220 tokens spread over t, fed in chunks of 32, float32." in notes.splitlines()
+    assert "- Runs: of " in notes
 
 
-def test_the_table_of_chains_has_simulated_peers_beside_presets():
-    found = tables.chains_table(BENCHMARKS)
-    rows = {
-        row.split(" | ")[1]: row.split(" | ") for row in found.splitlines() if "` | " in row or "`, simulated" in row
-    }
-    assert {"`klt4`", "`kivi4`", "`turboquant_4bit_nc`, simulated", "`nvfp4`, simulated"} < set(rows)
+def test_chains_have_simulated_peers_beside_presets():
+    found = committed_points()[1]
+    rows = {tuple(row.strip("| ").split(" | ")[:2]): row.strip("| ").split(" | ")[2:] for row in found.splitlines()}
+    model = "smollm2-135m-instruct"
+    assert {(model, n) for n in ("`int8_centered`", "`kivi4`", "*turboquant_4bit_nc*", "*nvfp4*")} < set(rows)
     (path,) = (BENCHMARKS / "chains").glob("smollm2*/replay")
-    s = json.loads((path / "klt4.json").read_text())["summary"]
-    assert (
-        rows["`klt4`"][3:6] == [f"{s['read_raw']:.2%}", f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}"]
-        and rows["`q4_0_rotated`, simulated"][3] == ""
-    )
-    assert f"{s['windows']} of 4,096 tokens, {s['tokens']:,} scored. Runs: of " in found
+    s = json.loads((path / "kivi4.json").read_text())["summary"]
+    assert rows[model, "`kivi4`"][:3] == [
+        f"{32 / s['memory_reduction']:.2f}",
+        f"{s['kl_mean']:.5f}",
+        f"{s['kl_max']:.2f}",
+    ], "of 32 bits"
+
+
+def test_one_page_of_a_cpu_fills_every_table_of_points(folder, tmp_path):
+    """`make page` writes all tasks into one folder; what is there is shown, and the rest is said to be missing."""
+    shutil.copytree(folder / "tiny", tmp_path / tables.PAGE / "tiny")
+    *_, texts, _, missing = tables.points_tables(tmp_path)
+    assert "| tiny, t | " in texts and "`kivi4`" in texts
+    assert "- other texts (`klt4`, `klt3`, `klt2`): tiny" in missing.splitlines()
+    assert "chains" not in missing
+
+
+def test_more_windows_of_a_cache_replace_fewer(tmp_path):
+    (path,) = (BENCHMARKS / "chains").glob("smollm2*")
+    for name, windows in (("chains", 4), (tables.PAGE, 16), ("cpu/page", 2)):
+        shutil.copytree(path, tmp_path / name / path.name)
+        one = tmp_path / name / path.name / "replay" / "kivi4.json"
+        data = read(one)
+        data["summary"] |= {"windows": windows, "kl_mean": windows / 1000}
+        one.write_text(dumps(data))
+    rows = [line for line in tables.points_tables(tmp_path)[1].splitlines() if "`kivi4`" in line]
+    assert len(rows) == 1 and " | 0.01600 | " in rows[0]
 
 
 def test_recommended_presets_have_a_bar_in_every_speed_chart():
@@ -350,15 +378,16 @@ def test_milliseconds_are_of_one_sitting_where_there_is_one(tmp_path):
     (row,) = (
         line for line in tables.milliseconds_table(tmp_path).splitlines() if line.startswith("| 1 x 32,768 tokens")
     )
-    assert row.split(" | ")[1:] == ["22.0", *["not measured"] * 3, "7.0", "not measured |"]
+    assert row.split(" | ")[1:] == ["22.0", "7.0 |"], "columns that were timed"
     (group,) = kernel_groups(tmp_path)
     assert {b["label"]: b["value"] for b in group["bars"]}["klt4"] == round(22 / 7, 2)
     path.write_text(
         json.dumps({"runs": two_runs(), "rows": [*old[1:], *new, old[0] | {"run": "r2", "ms_per_token": 20.0}]})
     )
-    assert "| 20.0 | not measured | not measured | not measured | 6.0 | not measured |" in tables.milliseconds_table(
-        tmp_path
-    )
+    assert "| 1 x 32,768 tokens | 20.0 | 6.0 |" in tables.milliseconds_table(tmp_path)
+    other = at | {"run": "r2", "scheme": "raw", "mode": "graph", "ms_per_token": 8.0, "context": 8192, "batch": 32}
+    path.write_text(json.dumps({"runs": two_runs(), "rows": [*old, *new, other]}))
+    assert "| 32 x 8,192 tokens | not measured | 8.0 | not measured |" in tables.milliseconds_table(tmp_path)
 
 
 def test_the_committed_page_has_today_s_formats_on_the_readme_s_baseline():
@@ -378,7 +407,7 @@ def test_the_committed_page_has_today_s_formats_on_the_readme_s_baseline():
     assert {f"{b['value']:.2f}x" for b in cpu["bars"] if b["value"] is not None} <= set(cells.values())
 
 
-def test_what_was_measured_in_an_earlier_format_is_marked_or_left_out(folder, monkeypatch, tmp_path):
+def test_what_was_measured_in_an_earlier_format_is_left_out(folder, monkeypatch, tmp_path):
     """Figures of trellis codes and of what klt presets stored before stood under one name."""
     results = collect(folder)
     new = results.models["tiny"].tasks["fidelity"]["int4"]
@@ -388,7 +417,7 @@ def test_what_was_measured_in_an_earlier_format_is_marked_or_left_out(folder, mo
     both = [dataclasses.replace(m, tasks={"fidelity": {"int4": c}}) for m, c in _two_models(results, before, new)]
     found = tables._by_model("int4", both)
     assert set(found) == {"b"} and tables._kl(tables._worst(found)) == f"{new.summary['kl_mean']:.4f}"
-    assert tables._kl(tables._worst(tables._by_model("int4", both[:1]))) == f"9.0000{tables.EARLIER}"
+    assert not tables._by_model("int4", both[:1])
     runs = {name: run | {"utc": {"r1": "2026-11-26", "r2": "2026-11-28"}[name]} for name, run in two_runs().items()}
     assert outdated("klt4", runs["r1"]) and outdated("kvbits_klt2", runs["r1"])
     assert not outdated("klt4", runs["r2"]) and not outdated("int4", runs["r1"])
@@ -401,6 +430,37 @@ def test_what_was_measured_in_an_earlier_format_is_marked_or_left_out(folder, mo
     (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps({"runs": runs, "rows": rows}))
     assert gpu_speeds(tmp_path) == {"klt4": {"b": 2.0}}
     assert [g["title"] for g in kernel_groups(tmp_path)] == ["X, attention: b"]
+    assert {shape: r["speedup_real_cache"] for shape, r in gpu_latest(tmp_path)["klt4"].items()} == {"b": 2.0}
+
+
+def test_the_speed_of_an_edition_is_derived_from_the_earlier_one_s(tmp_path):
+    """Speed of the earlier edition over the time that the present one takes of it, as it is served, shape by shape."""
+    runs = {name: run | {"utc": {"r1": "2026-11-26", "r2": "2026-11-28"}[name]} for name, run in two_runs().items()}
+    (tmp_path / "nvidia-x").mkdir()
+    at = ("B=1 H=32/8 T=4096 D=128", "B=8 H=32/8 T=4096 D=128")
+    rows = [
+        {"run": "r1", "scheme": name, "shape": s, "speedup_real_cache": 3.0, "best_16_bit": "cudnn"}
+        for name in ("klt4", "klt3", "int4")
+        for s in at
+    ]
+    (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps({"runs": runs, "rows": rows}))
+    times = {"klt4": {"before": (20, 21), "now": (32, 30)}, "klt3": {"before": (20,), "now": (20,), "copies": (40,)}}
+    timed = [
+        {"run": "r2", "scheme": name, "variant": variant, "shape": [1, 32, 4096], "time_us": us}
+        for name, by in times.items()
+        for variant, found in by.items()
+        for us in found
+    ]
+    (tmp_path / "nvidia-x" / "compare_attend.json").write_text(json.dumps({"runs": runs, "rows": timed}))
+    found = gpu_latest(tmp_path)
+    assert {n: {s: r["speedup_real_cache"] for s, r in found[n].items()} for n in found} == {
+        "klt4": {at[0]: 2.0},
+        "klt3": {at[0]: 1.5},
+        "int4": dict.fromkeys(at, 3.0),
+    }
+    assert found["klt4"][at[0]]["derived"]["id"] == "r2" and "derived" not in found["int4"][at[0]]
+    text = tables.preset_table(tmp_path)
+    assert rows_of(text)["klt4"][3] == "2.0-2.0x" and "`klt4` and `klt3` is derived" in text
 
 
 def _two_models(results, *cells):

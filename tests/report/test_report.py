@@ -16,7 +16,6 @@ from commands import run, run_json
 import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
-from kvbits.planner import SHOWN
 from kvbits.report import markdown
 from kvbits.report.collect import collect, held_bits
 from kvbits.report.page import Beside, page, page_data
@@ -70,7 +69,7 @@ def test_results_of_one_dtype_are_enough_and_the_report_says_which(folder, tmp_p
         assert (
             columns[-1] == f"tiny, {dtype}" and len(rows) == 5 and markdown.recommended(results) and not results.finer
         )
-        assert any("has 32 bits, and so have raw tokens" in n for n in notes) == (dtype == "float32")
+        assert any("has 32 bits. Raw tokens count so" in n for n in notes) == (dtype == "float32")
         assert any(f"is the rounding noise of {dtype}" in n for n in notes)
         out = tmp_path / "page.html"
         run(f"report {tmp_path / 'one'} --html {out}")
@@ -129,7 +128,7 @@ def test_rows_go_from_many_bits_to_few_and_carry_what_was_measured(folder):
     assert row.cells[3].endswith(f", {cells['int4'].summary['kl_mean']:.4f}") and "%" in row.cells[3]
     assert "tiny: 2 windows of 220 tokens spread over t, fed in chunks of 32, bfloat16." in notes
     (width,) = cells["int4"].info["head_dims"]
-    assert any(f"at long context; both on tiny (`kvbits schemes --head-dim {width}`)." in n for n in notes)
+    assert any(f"Both are those of tiny (`kvbits schemes --head-dim {width}`)." in n for n in notes)
 
 
 def test_the_recommendation_is_the_smallest_worst_kl(folder):
@@ -168,16 +167,16 @@ def test_budgets_are_one_plain_sentence_each_and_name_what_needs_no_setup_first(
     results = collect(RESULTS)
     eight, four, three = markdown.budgets(results)
     assert eight.startswith(
-        "**About 8 bits: `int8_centered`** makes the cache 1.6 times smaller after 1,024 tokens, 1.9 times in long contexts;"
-        " text becomes 0.1% harder to predict for the worst of the 4"
+        "**About 8 bits: `int8_centered`** makes the cache 1.6 times smaller than in 16 bits after 1,024 tokens, 1.9"
+        " times in long contexts; text becomes 0.1% harder to predict for the worst of the 4"
     )
     assert (
         four.startswith("**4 to 5 bits: `kivi4`**")
-        and "With a calibration (`kvbits calibrate`) `klt4`" in four
+        and "With a calibration (`kvbits calibrate`) `nuq4-1%`" in four
         and "On a GPU slower" not in four
     )
-    assert three.startswith("**Under 4 bits: `klt3`**") and "Needs a calibration" in three
-    assert markdown.recommended(results) == ("int8_centered", "kivi4", "klt4", "klt3") == SHOWN[1:]
+    assert three.startswith("**Under 4 bits: `nuq3-1%`**") and "Needs a calibration" in three
+    assert markdown.recommended(results) == ("int8_centered", "kivi4", "nuq4-1%", "nuq3-1%")
 
 
 def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
@@ -189,9 +188,9 @@ def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
     )
     assert (
         four.startswith("**4 to 5 bits: `kivi4`**")
-        and "With a calibration (`kvbits calibrate`) `klt4`: perplexity" in four
+        and "With a calibration (`kvbits calibrate`) `nuq4-1%`: perplexity" in four
     )
-    assert three.startswith("**Under 4 bits: `klt3`**"), "kivi2 is not usable, so that it does not come first"
+    assert three.startswith("**Under 4 bits: `nuq3-1%`**"), "kivi2 is not usable, so that it does not come first"
 
 
 def test_the_table_says_for_which_models_a_scheme_is_unfit():
@@ -200,7 +199,7 @@ def test_the_table_says_for_which_models_a_scheme_is_unfit():
         for name, some in markdown.unfit(m for m in collect(RESULTS).as_used.values() if "fidelity" in m.tasks).items()
     }
     assert found["int4"] == ["gemma3-270m", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"]
-    assert not {"raw", "int8_centered", "kivi4", "nuq4-1%", "nuq3-1%", "klt4", "klt3", "klt2"} & set(found)
+    assert not {"raw", "int8_centered", "kivi4", "nuq4-1%", "nuq3-1%"} & set(found)
     note = markdown.scheme_rows(collect(RESULTS))[2][-1]
     assert (
         note.startswith("Unfit (perplexity more than 2% up, or KL above 0.05 nats): ")
@@ -376,6 +375,24 @@ def test_sentences_are_made_of_bits_held(folder):
         assert float(re.search(r"makes the cache ([\d.]+) times smaller", sentence)[1]) == pytest.approx(
             min(ratios), abs=0.06
         )
+
+
+def test_both_ratios_of_a_sentence_are_to_the_model_s_own_bits(folder):
+    """A cache beside one of 32 bits is twice as small as beside one of 16, now and in long contexts."""
+    models = collect(folder).models
+    found = {}
+    for key in ("tiny", "tiny-float32"):
+        sentence = markdown._smaller({key: models[key]}, "int8")
+        words = re.fullmatch(
+            r"([\d.]+) times smaller than in (\d+) bits after 220 tokens, ([\d.]+) times in long contexts", sentence
+        )
+        found[key] = [float(x) for x in words.groups()]
+        (own,) = {c.info["bits_per_element"] for c in models[key].tasks["fidelity"].values() if c.kind == "base"}
+        cell = models[key].tasks["fidelity"]["int8"]
+        assert found[key][1] == own
+        assert found[key][0] == pytest.approx(cell.summary["memory_reduction"], abs=0.06)
+        assert found[key][2] == pytest.approx(own / cell.info["bits_per_element"], abs=0.06)
+    assert found["tiny-float32"][2] == pytest.approx(2 * found["tiny"][2], abs=0.16)
 
 
 @needs_browser

@@ -3,7 +3,7 @@ whose time is the launch and not the bytes.
 
 Measured on an H200 with 1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128, against the fastest
 of cuDNN and FlashAttention-3 (`benchmarks/bench_attend_gpu.py --small`,
-benchmarks/results/nvidia-h200/attend_small.json): packed attention is 0.8 to 1.2 times as fast up to these sizes and
+benchmarks/results/nvidia-h200/attend_small.json): packed attention is 0.9 to 1.3 times as fast up to these sizes and
 faster at all larger ones.
 """
 

@@ -18,8 +18,9 @@ Speeds = Mapping[str, Mapping[str, float]]
 UNTIMED: Speeds = {}
 
 LEGEND = (
-    "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows,"
-    " then the KL divergence between the two caches' next-token probabilities in nats (0: the same)."
+    "Each model has two figures. The first is the change of perplexity against the 16-bit cache on the same tokens, ±"
+    " its standard error over windows. The second is the KL divergence between the two caches' next-token"
+    " probabilities, in nats: 0 is the same."
 )
 CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
@@ -149,8 +150,8 @@ def _notes(models: dict[str, Model]) -> list[str]:
     return [
         LEGEND,
         made_of,
-        "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number;"
-        f" bits: what one more token costs at long context{_widths(models)}." + noise,
+        "Bits held are those of a cached number at the end of a window, raw newest tokens and scales included. Bits are"
+        f" what a number of one more token costs at long context.{_widths(models)}{noise}",
         *found,
         *_of_other_formats(models),
         *_in_float32(models),
@@ -180,7 +181,7 @@ def _in_float32(models: dict[str, Model]) -> list[str]:
     """Describe what differs where a model was measured in float32 only."""
     titles = [m.title for m in models.values() if m.facts["dtype"] == "float32"]
     text = (
-        f"{', '.join(titles)}: the cache beside which others are measured has 32 bits, and so have raw tokens in bits"
+        f"{', '.join(titles)}: the cache beside which others are measured has 32 bits. Raw tokens count so in bits"
         " held; in 16 bits they take half of that."
     )
     return [text] if titles else []
@@ -215,7 +216,7 @@ def _widths(models: dict[str, Model]) -> str:
     if not widths:
         return ""
     found = (f"{title} (`kvbits schemes --head-dim {' or '.join(map(str, dims))}`)" for title, dims in widths.items())
-    return f"; both on {' and '.join(found)}"
+    return f" Both are those of {' and '.join(found)}."
 
 
 def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
@@ -277,24 +278,25 @@ def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
 
 
 def _smaller(models: dict[str, Model], scheme: str) -> str:
-    """Return how many times smaller a cache was at the end of the measured windows, and how many times in long
-    contexts. The first figure is the least of all models.
+    """Return how many times smaller than the model's own a cache was at the end of the measured windows, and how many
+    times in long contexts. Each figure is the least of all models. The text names the bits of the model's own cache.
     """
-    held = [(m, held_bits(measured(m)[scheme], m.tasks["fidelity"])) for m in models.values()]
-    base = {m.name: next(c for c in m.tasks["fidelity"].values() if c.kind == "base") for m in models.values()}
-    least, m = min(((base[m.name].info["bits_per_element"] / b, m) for m, b in held if b), key=lambda x: x[0])
-    length = base[m.name].settings.get("length")
+    ratios = []
+    for m in models.values():
+        cells = m.tasks["fidelity"]
+        base = next(c for c in cells.values() if c.kind == "base")
+        own, cell = float(base.info["bits_per_element"]), measured(m)[scheme]
+        ratios.append((own, base.settings.get("length"), held_bits(cell, cells), bits(cell, cells)))
+    held = [(own / b, length) for own, length, b, _ in ratios if b]
+    least, length = min(held, key=lambda x: x[0])
     after = f"after {length:,} tokens" if length else "at the end of a window"
-    return f"{least:.1f} times smaller {after}, {16 / _bits(models, scheme):.1f} times in long contexts"
+    long = min(own / b for own, _, _, b in ratios if b)
+    owns = " or ".join(f"{own:.0f}" for own in sorted({own for own, *_ in ratios}))
+    return f"{least:.1f} times smaller than in {owns} bits {after}, {long:.1f} times in long contexts"
 
 
 def _worst(models: dict[str, Model], scheme: str, figure: str) -> float:
     return float(max(measured(m)[scheme].summary[figure] for m in models.values()))
-
-
-def _bits(models: dict[str, Model], scheme: str) -> float:
-    """Return the most that a number costs at long context on any of the models."""
-    return max(b for m in models.values() if (b := bits(measured(m)[scheme], m.tasks["fidelity"])))
 
 
 def _costs(results: Results, models: dict[str, Model], scheme: str) -> str:
