@@ -180,7 +180,8 @@ def _bits(exact: torch.Tensor, stored: torch.Tensor) -> list[float | None]:
             found.append(None)
             continue
         variance = exact[changed, h].var(0).mean().item()
-        found.append(round(0.5 * math.log2(max(variance, 1e-30) / error[changed].square().mean().item()), 4))
+        squares = error[changed].double().square().mean().item()  # in float32 those of small errors are 0
+        found.append(round(0.5 * math.log2(max(variance, 1e-30) / squares), 4))
     return found
 
 
