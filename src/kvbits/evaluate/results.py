@@ -15,17 +15,15 @@ writes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .. import runs
 from ..errors import FileFormatError, SpecError
-from ..files import to_json, whole
+from ..files import locked, to_json, whole
 
 FORMAT = "kvbits-eval"
 VERSION = 2
@@ -127,7 +125,7 @@ class ResultFile:
             SpecError: another process wrote a file of other settings, or of another model, in its place.
         """
         self.run["seconds"] = round(self.run["seconds"] + seconds, 3)
-        with _locked(self.path):
+        with contextlib.nullcontext() if self.path is None else locked(self.path.parent):
             self._take_over()
             used = {item["run"] for item in self.items.values()}
             self.data["runs"] = {
@@ -160,22 +158,6 @@ def _version(path: Path | None) -> tuple[int, int, int] | None:
     except FileNotFoundError:
         return None
     return about and (about.st_ino, about.st_mtime_ns, about.st_size)
-
-
-@contextlib.contextmanager
-def _locked(path: Path | None) -> Iterator[None]:
-    """Make the folder of a file, and have other processes wait while one reads and replaces a file of it."""
-    if path is None:
-        yield
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
