@@ -78,7 +78,7 @@ def test_questions_that_fail_together_count_as_one():
 
 def test_an_interval_of_few_clusters_holds_what_is_true_as_often_as_it_says():
     """Histories of ten calls, of which some lose nearly all: 95 % intervals that call all calls independent hold the
-    true share three times of four.
+    true share three times of five.
     """
     drawn = random.Random(7)
 

@@ -4,7 +4,7 @@ in `tracking`.
 A prompt is stored in chunks; the text after it continues in chunks of at most 16 tokens (teacher forcing), so one wrong
 token spoils no other. A part is right if each of its tokens was the most likely one. Many parts to a prompt make many
 questions of little work, and the same ones are put to every cache: what differs from the 16-bit cache comes with an
-interval and McNemar's test (`evaluate.paired`).
+interval and an exact test (`evaluate.paired`).
 
     copying    a list of random words, and the same list again: each word is read --contexts tokens back
 """
