@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 from kvbits import runs
 from kvbits.errors import FileFormatError
-from kvbits.files import to_json
+from kvbits.files import locked, to_json, whole
 from kvbits.runs import FIELDS
 
 SECOND_EDITION = "2026-11-27T12"
@@ -98,7 +97,8 @@ def newest(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add(own: Mapping[str, Any], out: Path) -> None:
-    """Append runs and their rows to a file, which is replaced once the new one is whole.
+    """Append runs and their rows to a file, which is replaced once the new one is whole. Processes that append at once
+    take turns.
 
     Args:
         own: {"runs", "rows", ...}; of a run that the file has already, its further rows.
@@ -106,12 +106,11 @@ def add(own: Mapping[str, Any], out: Path) -> None:
     Raises:
         FileFormatError: `out` is there and is no file of runs.
     """
-    before = read(out) if out.exists() else {"runs": {}}
-    names = [name for name in dict.fromkeys([*before, *own]) if name != "runs"]
-    write(
-        {"runs": before["runs"] | own["runs"]} | {name: [*before.get(name, []), *own.get(name, [])] for name in names},
-        out,
-    )
+    with locked(out.parent):
+        before = read(out) if out.exists() else {"runs": {}}
+        names = [name for name in dict.fromkeys([*before, *own]) if name != "runs"]
+        lists = {name: [*before.get(name, []), *own.get(name, [])] for name in names}
+        write({"runs": before["runs"] | own["runs"]} | lists, out)
 
 
 def write(data: Mapping[str, Any], out: Path) -> None:
@@ -125,9 +124,8 @@ def write(data: Mapping[str, Any], out: Path) -> None:
         for name, rows in data.items()
         if name != "runs"
     ]
-    partial = out.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
-    os.replace(partial, out)
+    with whole(out) as partial:
+        partial.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
 def arguments(doc: str | None, *, of_model: bool = False) -> argparse.ArgumentParser:
@@ -180,7 +178,6 @@ def append(
         name: [{"run": run["id"]} | dict(row) for row in entries] for name, entries in lists.items()
     }
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         add(own, out)
     print(to_json(own))
     return own

@@ -42,6 +42,7 @@ from trim_results import rounded as six_digits
 
 import kvbits
 from kvbits.calibrate import kept
+from kvbits.errors import UnsupportedError
 from kvbits.evaluate.caches import factory
 from kvbits.evaluate.calibrator import Calibrator, chosen_for
 from kvbits.evaluate.fidelity import KL_QUANTILES, Fidelity
@@ -271,7 +272,16 @@ class Reading:
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **how: Any
     ) -> tuple[torch.Tensor, None]:
-        """One text: query [1, Hq, T, D], key and value [1, H, T, D] -> [1, T, Hq, D]."""
+        """One text: query [1, Hq, T, D], key and value [1, H, T, D] -> [1, T, Hq, D].
+
+        Raises:
+            UnsupportedError: a soft cap or learned sinks, which this attention does not have.
+        """
+        if given := [name for name in ("softcap", "s_aux") if how.get(name) is not None]:
+            raise UnsupportedError(
+                f"{type(module).__name__} passes {given[0]} to attention, which this study leaves out; take a model"
+                " without soft caps and learned sinks"
+            )
         layer, q, k, v = module.layer_idx, query[0].float(), key[0].float(), value[0].float()
         if self.learns is not None:
             self.learns[layer].add(q, k, v)

@@ -4,7 +4,7 @@
 
 FOLDER is what `--out` named. If it holds a model in two dtypes, the second one's 16-bit cache stands beside the caches
 of the first. Each cache's agreement is then followed by the points that it agrees more than the other dtype does, with
-a 95 % interval over the same calls in pairs.
+a 95 % interval over the same calls in pairs. The calls of one history are a cluster of every interval.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ def rows_of(m: Model, other: Model | None, schemes: list[str]) -> list[list[str]
         mine = {key: record for key, record in base.items.items() if key.startswith(f"{kind}:")}
 
         def cell(c: Cell | None, mine: dict[str, dict[str, object]] = mine) -> str:
-            if c is None or not (same := calls_together(c.items, mine)):
+            if c is None or not (same := agreement(calls_together(c.items, mine))):
                 return ""
             both = {k: v for k, v in mine.items() if beside and k in beside.items and k in c.items}
             if beside is None or not both:
-                return share(agreement(same))
-            pairs = zip(calls_together(c.items, both), calls_together(beside.items, both), strict=True)
-            return f"{sum(same) / len(same):.1%}; {points(paired(pairs))}"
+                return share(same)
+            histories = zip(calls_together(c.items, both), calls_together(beside.items, both), strict=True)
+            pairs = (zip(own, others, strict=True) for own, others in histories)
+            return f"{same['agreement']:.1%}; {points(paired(map(list, pairs)))}"
 
-        against = [] if beside is None else calls_together(beside.items, mine)
+        against = {} if beside is None else agreement(calls_together(beside.items, mine))
         found.append(
             [
                 f"{m.title}, {int(kind.split(':')[1]):,}",
                 f"{figures['parts']:,}",
                 f"{figures['parsed']:.1%}",
                 f"{figures['accuracy']:.1%}",
-                f"{share(agreement(against))} {other.facts['dtype']}" if other and against else "",
+                f"{share(against)} {other.facts['dtype']}" if other and against else "",
                 *(cell(m.tasks["tools"].get(name)) for name in schemes),
             ]
         )

@@ -147,6 +147,19 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder, and have other processes wait while this one reads and replaces files of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def _locked(partial: Path) -> int:
     """Return a new empty file and a lock on it, which ends with this process: a descriptor."""
     while True:

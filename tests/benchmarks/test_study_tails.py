@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from kvbits import KVCache, schemes
 from kvbits.calibrate import calibrate
+from kvbits.errors import UnsupportedError
 from kvbits.evaluate.fidelity import compare
 from kvbits.evaluate.texts import novel
 from kvbits.geometry import layer_geometries
@@ -203,3 +204,11 @@ def test_a_run_that_was_killed_keeps_its_rows_and_continues(tmp_path, monkeypatc
     monkeypatch.setenv("KVBITS_COMMIT", "456789abcd-dirty")
     assert rows(words, 9) == every * 3
     assert rows(words, 9) == every * 4, "sources that differ from their commit may differ from each other"
+
+
+@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+def test_attention_that_the_study_lacks_is_refused(given):
+    model = tiny.model()
+    reading, x = study.Reading(model), torch.zeros(1, 2, 3, 8)
+    with pytest.raises(UnsupportedError, match=next(iter(given))):
+        reading(model.model.layers[0].self_attn, x, x, x, None, scaling=1.0, **given)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -40,6 +41,16 @@ def test_it_is_found_by_the_weights_and_the_preset(folder, home):
     (file,) = home.iterdir()
     file.write_text("{")
     assert checked.find(model, "klt4") is None, "a damaged file is none"
+    file.write_text(json.dumps(dataclasses.asdict(FOUND) | {"tokens": None}))
+    assert checked.find(model, "klt4") is None, "nor does an engine die of one when it starts"
+
+
+def test_predictions_that_are_not_numbers_are_kept_and_said(folder, home):
+    model = ModelRef(folder)
+    checked.keep(model, "klt4", dataclasses.replace(FOUND, passed=False, kl=math.nan))
+    found = checked.find(model, "klt4")
+    assert found is not None and math.isnan(found.kl) and not found.passed
+    assert "nan" in checked.said(model, "klt4")
 
 
 def test_a_preset_that_changed_is_not_measured(folder, home, monkeypatch):

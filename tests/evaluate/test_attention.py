@@ -79,6 +79,7 @@ def test_bits_and_clipping_of_errors_made_by_hand():
     # a constant offset is no information
     assert _bits(x + 100, x + 100 + 2.0**-4 * noise) == pytest.approx([4], abs=0.02)
     assert _bits(x, x) == [None]
+    assert _bits(1e-20 * x, 1e-20 * (x + 2.0**-4 * noise)) == pytest.approx([4], abs=0.02)
     small = x[:64] / x[:64].abs().max()
     assert _clipped(small, small.clamp(-0.5, 0.5)) == [int((small.abs() > 0.51).sum())]
 

@@ -80,6 +80,9 @@ def test_a_histogram_keeps_the_quantile_to_its_resolution():
         assert histogram_quantile(histogram(few), q) == pytest.approx(torch.tensor(few).quantile(q).item(), rel=0.012)
     assert histogram_quantile(histogram([0.0, 0.0, 1.0]), 0.5) == 0.0
     assert sum(histogram([0.0, 0.1, 0.1]).values()) == 3
+    for wrong in (math.nan, math.inf):  # of predictions that overflow
+        with pytest.raises(DataError, match=f"1 token is {wrong}"):
+            histogram([0.1, wrong])
 
 
 def test_kl_and_total_variation_of_known_distributions():

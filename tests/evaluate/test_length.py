@@ -52,15 +52,47 @@ def task_of(name, model=None, **options):
 
 def test_a_difference_of_pairs_is_mcnemar_s():
     pairs = [(True, True)] * 80 + [(False, False)] * 8 + [(False, True)] * 10 + [(True, False)] * 2
-    found = paired(pairs)
+    found = paired([[pair] for pair in pairs])
     assert (found["lost"], found["gained"]) == (10, 2) and found["difference"] == pytest.approx(-0.08)
     assert found["p"] == pytest.approx(2 * (1 + 12 + 66) / 2**12)
     assert found["difference_low"] == pytest.approx(-8 / 102 - 1.959964 * (13 - 64 / 102) ** 0.5 / 102)
-    same = paired([(True, True)] * 50)
+    same = paired([[(True, True)]] * 50)
     assert same["p"] == 1 and same["difference_low"] < 0 < same["difference_high"] < 0.1, (
         "agreement alone does not prove that nothing differs"
     )
-    assert paired([(True, False)] * 3000)["p"] < 1e-300 and paired([]) == {}
+    assert paired([[(True, False)]] * 3000)["p"] < 1e-300 and paired([]) == paired([[]]) == {}
+
+
+def test_questions_that_fail_together_count_as_one():
+    """Ten answers of a history that is lost as a whole say as much as one answer of each of ten times fewer."""
+    lost = [True] * 18 + [False] * 2
+    together, alone = (paired([[(right, True)] * size for right in lost]) for size in (10, 1))
+    assert together["difference"] == alone["difference"] == pytest.approx(-0.1) and together["lost"] == 20
+    assert {**together, "lost": 2} == pytest.approx(alone, rel=0.02)
+    apart = paired([[(right, True)] for right in lost * 10])
+    width, narrow = (one["difference_high"] - one["difference_low"] for one in (together, apart))
+    assert width > 2.5 * narrow and together["p"] == 0.5 and apart["p"] < 1e-5
+    even = paired([[(True, True)] * 9 + [(False, True)]] * 20)  # each history loses one call
+    assert even["difference_low"] > together["difference_low"] and even["p"] == pytest.approx(2 / 2**20)
+
+
+def test_an_interval_of_few_clusters_holds_what_is_true_as_often_as_it_says():
+    """Histories of ten calls, of which some lose nearly all: 95 % intervals that call all calls independent hold the
+    true share three times of five.
+    """
+    drawn = random.Random(7)
+
+    def held(size):
+        covered = 0
+        for _ in range(400):
+            chances = [drawn.choice((0.02, 0.02, 0.6)) for _ in range(12)]
+            calls = [[(drawn.random() >= chance, True) for _ in range(10)] for chance in chances]
+            flat = [call for some in calls for call in some]
+            found = paired([flat[i : i + size] for i in range(0, len(flat), size)])
+            covered += found["difference_low"] <= -(0.02 + 0.02 + 0.6) / 3 <= found["difference_high"]
+        return covered / 400
+
+    assert held(10) > 0.91 and held(1) < 0.85
 
 
 def test_drift_is_the_growth_of_kl_when_the_position_doubles():

@@ -457,9 +457,34 @@ def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path
     settings = {"length": 200, "chunk": 64, "windows": "spread"}
     header = {"task": "fidelity", "scheme": "int8", "kind": "kvbits", "info": {}, "settings": settings}
     header["model"] = {"name": "tiny", "dtype": "float32", "parameters": 1}
-    results.ResultFile(tmp_path / "tiny-float32" / "fidelity" / "int8.json", header, runs.record()).write(0.0, {})
+    results.ResultFile(tmp_path / "tiny-float32" / "fidelity" / "int8.json", header, runs.record()).write(0.0, dict)
     out, loads = command(monkeypatch, model, f"--out {tmp_path} --scheme int8 {options}", code=2)
     assert message in out.stderr and not loads
+
+
+def test_runs_at_once_lose_nothing_of_each_other(tmp_path):
+    """Two runs that measure other caches write the same file of the base cache; one of them ends early."""
+    path, header = tmp_path / "m" / "fidelity" / "16-bit.json", {"task": "fidelity", "scheme": "16-bit", "kind": "base"}
+    header |= {"info": {}, "settings": {"length": 200}, "model": {"name": "m", "dtype": "float32", "parameters": 1}}
+    first, second = (results.ResultFile(path, header, runs.record() | {"id": name}) for name in ("a", "b"))
+
+    def add(file, *keys):
+        for key in keys:
+            file.add(key, {"value": file.run["id"]})
+            file.write(1.0, lambda: {"items": len(file.items)})
+        return {key: item["value"] for key, item in results.read(path)["items"].items()}
+
+    assert add(first, "x", "y") == {"x": "a", "y": "a"}
+    assert add(second, "x") == {"x": "b", "y": "a"}, "a run's own items stand, and the others stay"
+    found = add(first, "z")
+    assert found.keys() == {"x", "y", "z"} and results.read(path)["runs"].keys() == {"a"} | set(found.values())
+    assert results.read(path)["summary"] == {"items": 3}
+    del first.items["y"]  # to be measured anew
+    assert add(second, "w").keys() == {"x", "y", "z", "w"} and add(first, "v").keys() == {"x", "z", "w", "v"}
+    other = results.ResultFile(path, header | {"settings": {"length": 400}}, runs.record(), overwrite=True)
+    assert add(other, "x").keys() == {"x"}
+    with pytest.raises(SpecError, match="length is 200 here and 400 in the file"):
+        add(first, "u")
 
 
 @pytest.mark.parametrize(("task", "field"), [("mmlu", "subject"), ("gsm8k", "question")])

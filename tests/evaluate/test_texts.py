@@ -17,6 +17,8 @@ from kvbits.evaluate.texts import Text, novel, read_text, spread, spread_windows
 def test_wikitext_is_joined_the_usual_way(tmp_path):
     (tmp_path / "wiki.test.raw").write_text(" \n = Title = \n \n One line .\n")
     assert read_text(str(tmp_path / "wiki.test.raw")).content == "\n\n".join(["", " = Title = \n", "", " One line .\n"])
+    (tmp_path / "wiki.cut.raw").write_text(" One line .\n Another .")
+    assert read_text(str(tmp_path / "wiki.cut.raw")).content == " One line .\n\n\n Another .\n", "no line is lost"
 
 
 def test_json_lines_and_books(tmp_path):

@@ -165,6 +165,8 @@ def test_another_name_type_or_argument_is_another_call(other):
         '{"name": "a", "arguments": [1]}',
         '{"name": 3, "arguments": {}}',
         '{"name": "a", "arguments": {"x": NaN}}',
+        pytest.param('{"name": ' + "[" * 5000, id="brackets without end"),
+        pytest.param('{"a": ' * 5000, id="braces without end"),
     ],
 )
 def test_what_is_no_call_does_not_parse(text):
@@ -172,14 +174,17 @@ def test_what_is_no_call_does_not_parse(text):
 
 
 def test_agreement_counts_the_calls_that_the_other_cache_could_write():
-    base = {"k": {"calls": ["a", "b", None, "d"]}}
-    same = calls_together({"k": {"calls": ["a", None, None, "x"]}, "other": {"calls": ["a"]}}, base)
-    assert same == [True, False, False]
-    found, against = agreement(same), paired([(True, True), (False, True), (False, True)])
+    base = {"calls:2000:0": {"calls": ["a", "b", None, "d"]}, "calls:4000:0": {"calls": ["a"]}}
+    mine = {"calls:2000:0": {"calls": ["a", None, None, "x"]}, "calls:2000:1": {"calls": ["a"]}}
+    same = calls_together(mine, base)
+    assert same == [[True, False, False]]
+    assert calls_together(base, base) == [[True] * 4], "a repeat asks the same at every length"
+    found, against = agreement(same), paired([[(True, True), (False, True), (False, True)]])
     assert found["agreement"] == pytest.approx(1 / 3) and found["compared"] == 3
     assert found["agreement_low"] == pytest.approx(1 + against["difference_low"])
-    assert agreement([True] * 200)["agreement_low"] < 1 == agreement([True] * 200)["agreement_high"]
-    assert agreement([]) == {}
+    alike = agreement([[True]] * 200)
+    assert alike["agreement_low"] < 1 == alike["agreement_high"]
+    assert agreement([]) == agreement([[]]) == {}
 
 
 @pytest.mark.parametrize("name", ["base", "int4", "kivi2-simulated"])
@@ -255,7 +260,7 @@ def test_calls_of_a_trained_model(tmp_path, monkeypatch):
 
 
 def test_a_table_says_how_sure_an_agreement_is():
-    rows = {"32-bit": agreement([True] * 3) | {"parsed": 1.0}, "raw": agreement([True, True, False]), "none": {}}
+    rows = {"32-bit": agreement([[True]] * 3) | {"parsed": 1.0}, "raw": agreement([[True], [True, False]]), "none": {}}
     columns, cells = shown.table("tools", rows, only=shown.NARROW["tools"][0])
     at = columns.index("agreement")
     assert re.fullmatch(r"66\.7% \(\d+\.\d% to \d+\.\d%\)", cells[1][at]) and cells[2][at] == ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 
 from .. import schemes
@@ -65,10 +66,23 @@ def find(model: ModelRef, preset: str) -> Checked | None:
         return None
     for folder in cache_folders(FOLDER):
         try:
-            return Checked(**json.loads((folder / _name(key, preset)).read_text()))
-        except (OSError, ValueError, TypeError):
+            return _parsed((folder / _name(key, preset)).read_text())
+        except (OSError, ValueError, TypeError, KeyError):
             continue
     return None
+
+
+def _parsed(text: str) -> Checked:
+    """Return what a file says; its KL is null where predictions were not numbers (`to_json`)."""
+    data = json.loads(text)
+    kl = math.nan if data["kl"] is None else float(data["kl"])
+    return Checked(
+        passed=bool(data["passed"]),
+        kl=kl,
+        tokens=int(data["tokens"]),
+        day=str(data["day"]),
+        command=str(data["command"]),
+    )
 
 
 def _name(key: str, preset: str) -> str:

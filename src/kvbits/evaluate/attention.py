@@ -179,8 +179,9 @@ def _bits(exact: torch.Tensor, stored: torch.Tensor) -> list[float | None]:
         if int(changed.sum()) < 2:
             found.append(None)
             continue
-        variance = exact[changed, h].var(0).mean().item()
-        found.append(round(0.5 * math.log2(max(variance, 1e-30) / error[changed].square().mean().item()), 4))
+        # in float64: squares of small errors are 0 in float32
+        variance = exact[changed, h].double().var(0).mean().item() or 1e-30
+        found.append(round(0.5 * math.log2(variance / error[changed].double().square().mean().item()), 4))
     return found
 
 

@@ -323,9 +323,14 @@ def _judge(
     found = []
     for i, layer in enumerate(measure(inputs, tried.make(1, len(inputs[0].k)))):
         m = _means(layer)
-        failures = _failures(m, limits, inputs[i].k.numel() + inputs[i].v.numel())
+        failures = _failures(m, limits, _elements(inputs[i]))
         found.append(LayerVerdict(i, failures, _causes(facts[i]) if failures else [], m, facts[i]))
     return found
+
+
+def _elements(inputs: LayerInputs) -> int:
+    """Count the numbers of keys and values of a layer."""
+    return inputs.k.numel() + inputs.v.numel()
 
 
 def _causes(facts: dict[str, float]) -> list[str]:
@@ -408,9 +413,7 @@ def _advise(
         bits = dataclasses.replace(scheme, key=k, value=v, overrides=()).bits_per_element(inputs[0].k.shape[-1])
         for layer in failed:
             m = _means(measured[layer])
-            if not _failures(m, limits, inputs[layer].k.numel() * 2) and (
-                layer not in chosen or bits < chosen[layer][0]
-            ):
+            if not _failures(m, limits, _elements(inputs[layer])) and (layer not in chosen or bits < chosen[layer][0]):
                 chosen[layer] = (bits, text, k, v)
     overrides = []
     notes = []

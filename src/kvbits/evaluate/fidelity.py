@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, counted
 from ..integrations.masks import name_for
 from ..spec import CacheSpec
 
@@ -226,7 +226,16 @@ def drift(kl_mean: dict[str, tuple[int, float]]) -> float | None:
 
 
 def histogram(values: list[float]) -> dict[str, int]:
-    """Return counts by logarithmic bin of width 2**(1/32)."""
+    """Return counts by logarithmic bin of width 2**(1/32).
+
+    Raises:
+        DataError: NaN or infinity.
+    """
+    if wrong := [v for v in values if not math.isfinite(v)]:
+        raise DataError(
+            f"KL of {counted(len(wrong), 'token')} is {wrong[0]}: the model's predictions overflow or are not numbers;"
+            " load it in bfloat16 or float32, or leave out the cache that ends so"
+        )
     counts: dict[str, int] = {}
     for v in values:
         name = "zero" if v <= 0 else str(math.floor(BINS_PER_OCTAVE * math.log2(v)))

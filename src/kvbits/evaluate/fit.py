@@ -312,7 +312,7 @@ class Bench:
 
     def _put(self, name: str, record: dict[str, Any]) -> None:
         self.state.add(name, record)
-        self.state.write(0.0, {})
+        self.state.write(0.0, dict)
 
     @staticmethod
     def _name(scheme: Scheme) -> str:

@@ -7,20 +7,23 @@ where it was.
 
 `settings` and `model` (with its fingerprint) are what the figures depend on: a file with others is refused, never
 mixed. A run that continues a stopped one adds its record (`kvbits.runs`, and `device`, `threads`, and `seconds`
-spent on this file) and its items; each item names its run. How many items a file has is no setting: sixteen windows go
-on from eight.
+spent on this file) and its items; each item names its run. How many items a file has is no setting: a run of sixteen
+windows continues one of eight. Runs at the same time add to one file: each takes over what others wrote before it
+writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .. import runs
 from ..errors import FileFormatError, SpecError
-from ..files import to_json, whole
+from ..files import locked, to_json, whole
 
 FORMAT = "kvbits-eval"
 VERSION = 2
@@ -95,10 +98,13 @@ class ResultFile:
         self.data: dict[str, Any] = (
             {"format": FORMAT, "version": VERSION} | header | {"runs": {}, "items": {}, "summary": {}}
         )
+        self._version = _version(path)
+        self._taken = set[str]()  # keys of the file, as far as it was read or written
         if path is not None and path.exists():
             old = read(path) if overwrite else require_same(path, {k: header[k] for k in ("settings", "model")})
             if old is not None and not old.get("trimmed") and not different(header, old):
                 self.data |= {"runs": old["runs"], "items": old["items"], "summary": old["summary"]}
+                self._taken |= old["items"].keys()
 
     @property
     def items(self) -> dict[str, Any]:
@@ -108,23 +114,50 @@ class ResultFile:
     def add(self, key: str, record: dict[str, Any]) -> None:
         self.items[key] = {"run": self.run["id"]} | record
 
-    def write(self, seconds: float, summary: dict[str, Any]) -> None:
-        """Replace the file once the new one is whole.
+    def write(self, seconds: float, summarize: Callable[[], dict[str, Any]]) -> None:
+        """Replace the file once the new one is whole. Items that another process wrote meanwhile are taken over.
 
         Args:
             seconds: spent on what was added since the last call.
+            summarize: returns the summary of `items`.
+
+        Raises:
+            SpecError: another process wrote a file of other settings, or of another model, in its place.
         """
         self.run["seconds"] = round(self.run["seconds"] + seconds, 3)
-        used = {item["run"] for item in self.items.values()}
-        self.data["runs"] = {
-            name: r for name, r in (self.data["runs"] | {self.run["id"]: self.run}).items() if name in used
-        }
-        self.data["summary"] = summary
-        if self.path is None:
+        with contextlib.nullcontext() if self.path is None else locked(self.path.parent):
+            self._take_over()
+            used = {item["run"] for item in self.items.values()}
+            self.data["runs"] = {
+                name: r for name, r in (self.data["runs"] | {self.run["id"]: self.run}).items() if name in used
+            }
+            self.data["summary"] = summarize()
+            if self.path is not None:
+                with whole(self.path) as partial:
+                    partial.write_text(dumps(self.data) + "\n")
+                self._version = _version(self.path)
+            self._taken |= self.items.keys()
+
+    def _take_over(self) -> None:
+        """Take over the items that another process wrote since the file was read or written here."""
+        if self.path is None or _version(self.path) == self._version:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(self.path) as partial:
-            partial.write_text(dumps(self.data) + "\n")
+        there = require_same(self.path, {part: self.data[part] for part in ("settings", "model")})
+        if there is None:
+            return
+        new = {key: item for key, item in there["items"].items() if key not in self._taken}
+        self.data["runs"] = there["runs"] | self.data["runs"]
+        self.items.update({key: item for key, item in new.items() if key not in self.items})
+        self._taken |= new.keys()
+
+
+def _version(path: Path | None) -> tuple[int, int, int] | None:
+    """Return what tells a file from the one that takes its place; None where there is none."""
+    try:
+        about = None if path is None else path.stat()
+    except FileNotFoundError:
+        return None
+    return about and (about.st_ino, about.st_mtime_ns, about.st_size)
 
 
 def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:

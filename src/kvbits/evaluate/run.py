@@ -6,6 +6,7 @@ on the same machine. A run that stopped continues: what a file already holds is 
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -217,7 +218,8 @@ def _run(
                     # the base runs again beside others; what an earlier run measured stays
                     if key not in files[f.name].items:
                         files[f.name].add(key, records[key][f.name])
-                files[f.name].write(seconds, task.summary(files[f.name].items, files[base.name].items))
+                summarize = functools.partial(task.summary, files[f.name].items, files[base.name].items)
+                files[f.name].write(seconds, summarize)
     return {
         name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()
     }

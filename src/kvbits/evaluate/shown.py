@@ -51,7 +51,8 @@ _OF_KL = (
 )
 _OF_PAIRS = (
     "difference: points more than the model's own cache has right (95 % interval); lost, gained: questions that only"
-    " one of the two has right; p: McNemar's exact test."
+    " one of the two has right; p: McNemar's exact test, with a sign for each prompt. Answers about one prompt depend"
+    " on each other, so the interval counts fewer of them; raise --repeats for a narrow one."
 )
 LEGENDS = {
     "fidelity": _OF_KL,

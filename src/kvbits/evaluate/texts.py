@@ -145,7 +145,7 @@ def read_text(source: str) -> Text:
     if path.suffix == ".jsonl":
         raw = "\n\n".join(_document(source, i, line) for i, line in enumerate(raw.split("\n")) if line.strip())
     elif path.name.startswith("wiki"):
-        raw = "\n\n".join((line + "\n") if line.strip() else "" for line in raw.split("\n")[:-1])
+        raw = "\n\n".join((line + "\n") if line.strip() else "" for line in raw.removesuffix("\n").split("\n"))
     else:
         raw = _without_gutenberg(raw)
     if not raw.strip():

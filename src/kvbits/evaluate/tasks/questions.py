@@ -26,7 +26,7 @@ import torch
 from ...errors import KvbitsError, SpecError
 from ...files import home
 from ..caches import CacheFactory
-from ..paired import paired_records
+from ..paired import clustered, paired
 from ..rows import TEMPERATURE, generate, score
 from ..texts import bos_of
 from . import Context, Record, Task
@@ -135,17 +135,24 @@ class QuestionsTask(Task):
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         right = [r["right"] for r in records.values()]
         accuracy = sum(right) / len(right)
+        by_problem = clustered({key: [r["right"]] for key, r in records.items()}, problem_of)
         found: dict[str, Any] = {
-            "problems": len({key.split("#")[0] for key in records}),
+            "problems": len(by_problem),
             "answers": len(records),
             "accuracy": accuracy,
-            "accuracy_se": (accuracy * (1 - accuracy) / len(right)) ** 0.5,
+            "accuracy_se": sum(sum(one - accuracy for one in some) ** 2 for some in by_problem) ** 0.5 / len(right),
         }
         if all(k in base for k in records):
             found["accuracy_base"] = sum(base[k]["right"] for k in records) / len(right)
             found["same_answer"] = sum(records[k]["chosen"] == base[k]["chosen"] for k in records) / len(right)
-            found |= paired_records(records, base, "right")
+            outcomes = {key: [(bool(r["right"]), bool(base[key]["right"]))] for key, r in records.items()}
+            found |= paired(clustered(outcomes, problem_of))
         return found
+
+
+def problem_of(key: str) -> str:
+    """Return the key of a problem from that of one of its answers."""
+    return key.split("#")[0]
 
 
 class MmluTask(QuestionsTask):
@@ -224,7 +231,7 @@ class WrittenTask(QuestionsTask):
         def ends(tokens: list[int]) -> bool:
             return tokens[-1] == tokenizer.eos_token_id or any(s in text(tokens[-STOP_TOKENS:]) for s in self.STOPS)
 
-        problems = [self.problems[key.split("#")[0]] for key in keys]
+        problems = [self.problems[problem_of(key)] for key in keys]
         draws = [random.Random(f"{o.seed}:{key}") for key in keys] if o.draws else None
         prompts = [self.prompt(p) for p in problems]
         written = generate(self.context.model, f, prompts, MAX_NEW_TOKENS, self.chunk, ends, draws)

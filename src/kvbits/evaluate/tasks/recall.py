@@ -4,7 +4,7 @@ in `tracking`.
 A prompt is stored in chunks; the text after it continues in chunks of at most 16 tokens (teacher forcing), so one wrong
 token spoils no other. A part is right if each of its tokens was the most likely one. Many parts to a prompt make many
 questions of little work, and the same ones are put to every cache: what differs from the 16-bit cache comes with an
-interval and McNemar's test (`evaluate.paired`).
+interval and an exact test (`evaluate.paired`).
 
     copying    a list of random words, and the same list again: each word is read --contexts tokens back
 """
@@ -22,7 +22,7 @@ import torch
 from ...errors import DataError
 from ..caches import CacheFactory
 from ..fidelity import DECODING_CHUNK
-from ..paired import paired
+from ..paired import clustered, paired
 from ..rows import follow
 from ..texts import bos_of, novel
 from . import Context, Record, Task
@@ -104,26 +104,26 @@ class PartsTask(Task):
         }
 
     def figures(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-        """Return figures of some items, as `summary`."""
-        return parts_summary(records, base)
+        """Return shares of parts, and of tokens where they were counted, that are right in some items, and the
+        difference to the 16-bit cache's.
+        """
+        right = [c == "1" for r in records.values() for c in r["right"]]
+        found: dict[str, Any] = {"parts": len(right), "accuracy": sum(right) / len(right)}
+        if all("tokens" in r for r in records.values()):
+            found["token_accuracy"] = sum(r["tokens_right"] for r in records.values()) / sum(
+                r["tokens"] for r in records.values()
+            )
+        outcomes = {
+            key: [(a == "1", b == "1") for a, b in zip(r["right"], base[key]["right"], strict=True)]
+            for key, r in records.items()
+            if key in base
+        }
+        return found | paired(clustered(outcomes, self.cluster))
 
-
-def parts_summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-    """Return shares of parts, and of tokens where they were counted, that are right, and the difference to the 16-bit
-    cache's.
-    """
-    right = [c == "1" for r in records.values() for c in r["right"]]
-    found: dict[str, Any] = {"parts": len(right), "accuracy": sum(right) / len(right)}
-    if all("tokens" in r for r in records.values()):
-        found["token_accuracy"] = sum(r["tokens_right"] for r in records.values()) / sum(
-            r["tokens"] for r in records.values()
-        )
-    return found | paired(
-        (a == "1", b == "1")
-        for k, r in records.items()
-        if k in base
-        for a, b in zip(r["right"], base[k]["right"], strict=True)
-    )
+    @staticmethod
+    def cluster(key: str) -> str:
+        """Name what an item's prompt was drawn with: answers about items of one name depend on each other."""
+        return key
 
 
 class ForcedTask(PartsTask):

@@ -6,7 +6,7 @@ the model writes the rest, greedily: the function's name and its arguments.
 
 A call is right if its name and all arguments are those that users told, compared as JSON. It agrees if it is the call
 that the 16-bit cache wrote, whether that one is right or not. Conversations whose 16-bit call does not parse are left
-out of the agreement.
+out of the agreement. The calls of one history, at all its lengths, are a cluster of its interval (`paired`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from ...errors import DataError
 from ..caches import CacheFactory
-from ..paired import agreement
+from ..paired import agreement, clustered
 from ..rows import generate_forked
 from ..texts import bos_of
 from . import Record
@@ -98,21 +98,29 @@ class ToolsTask(PartsTask):
             found.append({"right": same, "calls": calls, "answer": texts})
         return found
 
+    @staticmethod
+    def cluster(key: str) -> str:
+        """Name the repeat: the same questions are asked at every length."""
+        return key.rsplit(":", 1)[1]
+
     def figures(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         calls = [call for r in records.values() for call in r["calls"]]
         parsed = {"parsed": sum(call is not None for call in calls) / len(calls)}
         return agreement(calls_together(records, base)) | parsed | super().figures(records, base)
 
 
-def calls_together(records: dict[str, Record], base: dict[str, Record]) -> list[bool]:
-    """Return for each conversation whether the call is the other's, where the other's parses."""
-    return [
-        call == wanted
+def calls_together(records: dict[str, Record], base: dict[str, Record]) -> list[list[bool]]:
+    """Return for each repeat whether its calls are the other's, where the other's parse."""
+    same = {
+        key: [
+            call == wanted
+            for call, wanted in zip(records[key]["calls"], other["calls"], strict=True)
+            if wanted is not None
+        ]
         for key, other in base.items()
         if key in records
-        for call, wanted in zip(records[key]["calls"], other["calls"], strict=True)
-        if wanted is not None
-    ]
+    }
+    return clustered(same, ToolsTask.cluster)
 
 
 def call_of(text: str) -> Call | None:
@@ -123,7 +131,7 @@ def call_of(text: str) -> Call | None:
     for brace in re.finditer("{", text):
         try:
             found, _ = decoder.raw_decode(text, brace.start())
-        except ValueError:
+        except (ValueError, RecursionError):  # a model may write brackets without end
             continue
         arguments = found.get("arguments", found.get("parameters"))
         if isinstance(found.get("name"), str) and isinstance(arguments, dict):
@@ -148,4 +156,4 @@ def _whole(value: Any) -> Any:
 
 
 def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
