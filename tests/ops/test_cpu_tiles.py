@@ -6,21 +6,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, needs_library, random_call, specs_of
+from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, TILE_TIERS, needs_library, random_call, specs_of
 from ops.test_cpu_attend import assert_close
 
 from kvbits import schemes
 from kvbits.ops.cpu import library
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
-IN_TILES = [tier for tier in ("amx", "amx_emulated") if tier in TIERS]
 OTHERWISE = {"amx": "avx512", "amx_emulated": "generic"}
 PRESETS = ("raw", "int8_centered", "int8", "int4", "kivi4", "klt4", "klt3", "klt2")
 
 pytestmark = needs_library
 
 
-@pytest.fixture(params=IN_TILES)
+@pytest.fixture(params=TILE_TIERS)
 def tiles(request):
     """The name of a tier that has tiles, in use for the test."""
     before = library.tier()
