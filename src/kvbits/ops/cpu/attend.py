@@ -29,6 +29,10 @@ from .library import AttendStruct, PartStruct, TableStruct, amx_refusal, check, 
 from .structs import MAX_QUERY_GROUP, store_struct
 
 
+MIN_DECODED_ROWS = 4
+"""Query rows of a kv head from which decoding in tiles is worth a try: of fewer most of a tile is empty."""
+
+
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
     """Return why such a plan is not served here, or None."""
     if options["device"].type != "cpu":
@@ -65,9 +69,13 @@ def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan:
 
 
 class Plan(HostPlan):
-    """A plan of this backend."""
+    """A plan of this backend's kernels.
 
-    def __init__(self, layouts: Sequence[PageLayout], **options: Any) -> None:
+    Args:
+        min_tile_rows: query rows of a kv head from which a tier that has tiles takes them; 0 for its own limit.
+    """
+
+    def __init__(self, layouts: Sequence[PageLayout], min_tile_rows: int = 0, **options: Any) -> None:
         super().__init__(layouts, **options)
         o, first = options, self.layouts[0]
         self._struct = AttendStruct(  # of the run under way; what is given here stays
@@ -78,6 +86,7 @@ class Plan(HostPlan):
             head_dim=first.head_dim,
             value_head_dim=first.value_head_dim,
             q_dtype=TORCH_NUMBERS[o["dtype"]],
+            min_tile_rows=min_tile_rows,
             scaling=o["scaling"],
             softcap=o["softcap"] or 0.0,
             sliding_window=o["sliding_window"] or 0,
