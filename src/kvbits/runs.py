@@ -5,6 +5,7 @@ Every result file keeps the record of each run beside what it measured.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -132,7 +133,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _host() -> dict[str, Any]:
+def processor() -> str:
+    """Return the name of the processor as the system gives it."""
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def _cpuinfo() -> dict[str, str]:
+    """Return what Linux says of the first core, by name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -140,10 +148,15 @@ def _host() -> dict[str, Any]:
     first: dict[str, str] = {}
     for name, _, value in (line.partition(":") for line in lines):
         first.setdefault(name.strip(), value.strip())
+    return first
+
+
+def _host() -> dict[str, Any]:
+    first = _cpuinfo()
     flags = set(first.get("flags", first.get("Features", "")).split())
     isa = next((name for name, needed in _ISA if needed <= flags), "generic")
     return {
-        "cpu": first.get("model name") or platform.processor() or platform.machine(),
+        "cpu": processor(),
         "cores": cores(),
         "isa": isa,
         "bfloat16": bool(flags & _BFLOAT16),

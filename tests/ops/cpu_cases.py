@@ -40,6 +40,9 @@ def _runnable_tiers() -> list[str]:
 
 
 TIERS = _runnable_tiers() if library.unavailable() is None else []
+TILE_TIERS = [name for name in TIERS if name in ("amx", "amx_emulated")]
+VECTOR_TIERS = [name for name in TIERS if name not in TILE_TIERS]
+"""Tiers whose kernels are their own. Those of TILE_TIERS leave to one of these what is not served in tiles."""
 RAW = QuantSpec.raw()
 CODEBOOKS = ("nuq4", "nuq3", "nuq2")
 FORMATS = ("int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2")

@@ -73,7 +73,7 @@ def test_other_head_dims(tier, head_dim):
         {"batch": 5, "pages": 6, "group": 64},
     ],
 )
-def test_options(tier, options):
+def test_options(tier_of_chunks, options):
     for name in PRESETS:
         assert_agrees(random_call(*sides(name), **options))
 

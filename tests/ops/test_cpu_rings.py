@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ops.cpu_cases import TIERS
+from ops.cpu_cases import VECTOR_TIERS
 
 from kvbits.ops.cpu import library
 from kvbits.quant import trellis
@@ -29,10 +29,10 @@ extern "C" void code(int32_t* u, const int32_t* first, const int32_t* most, int 
 }
 """
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not TIERS, reason="no g++, or no CPU kernels")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not VECTOR_TIERS, reason="no g++, or no CPU kernels")
 
 
-@pytest.fixture(scope="module", params=TIERS)
+@pytest.fixture(scope="module", params=VECTOR_TIERS)
 def coder(request, tmp_path_factory):
     """codes uint8 [n, length] of units int32 [n, length] of the same width, by one instruction set's kernels."""
     here = tmp_path_factory.mktemp("rings")

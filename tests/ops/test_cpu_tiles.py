@@ -6,21 +6,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, needs_library, random_call, specs_of
+from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, TILE_TIERS, needs_library, random_call, specs_of
 from ops.test_cpu_attend import assert_close
 
 from kvbits import schemes
-from kvbits.ops.cpu import library
+from kvbits.ops.cpu import attend, library
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
-IN_TILES = [tier for tier in ("amx", "amx_emulated") if tier in TIERS]
 OTHERWISE = {"amx": "avx512", "amx_emulated": "generic"}
 PRESETS = ("raw", "int8_centered", "int8", "int4", "kivi4", "klt4", "klt3", "klt2")
 
 pytestmark = needs_library
 
 
-@pytest.fixture(params=IN_TILES)
+@pytest.fixture(params=TILE_TIERS)
 def tiles(request):
     """The name of a tier that has tiles, in use for the test."""
     before = library.tier()
@@ -179,3 +178,86 @@ def test_plans_say_why_there_are_no_tiles():
     finally:
         library.set_tier(before)
     assert ("amx" in TIERS) == (library.amx_refusal() is None)
+
+
+def decoded(case, tiles):
+    """What tiles answer a call of few query rows."""
+    options = {"batch_size": len(case.q), "num_q_heads": case.q.shape[2], "num_queries": case.q.shape[1]}
+    options |= {"dtype": case.q.dtype, "device": case.q.device, "spans": case.has_spans, "past_only": True}
+    layouts = [store.layout for store in case.stores]
+    plan = attend.Plan(layouts, min_tile_rows=attend.MIN_DECODED_ROWS, **options | case.options)
+    plan.bind(0, case.stores)
+    plan.update(case.tables, None, case.positions)
+    assert plan.explain() == f"attend by cpu ({tiles})"
+    out = torch.empty(*case.q.shape[:3], layouts[0].value_head_dim)
+    lse = torch.empty(case.q.shape[:3])
+    plan.run(case.q, 0, out, lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("group, tokens, batch", [(4, 1, 1), (8, 1, 3), (7, 2, 2), (16, 1, 2)])
+def test_decoding(tiles, name, group, tokens, batch):
+    """Few rows of a tile, and of one tile of two."""
+    for head_dim in (128, 64):
+        scheme = schemes.get(name, head_dim=head_dim)
+        case = random_call(
+            scheme.key,
+            scheme.value,
+            head_dim=head_dim,
+            group=group,
+            tokens=tokens,
+            batch=batch,
+            page_size=scheme.page_size,
+            pages=9,
+        )
+        assert_close(decoded(case, tiles), case.exact(), noise_of(scheme.key, scheme.value))
+
+
+def share(case, part, rows, pages):
+    """Have sequences begin with the pages of the first of them."""
+    table = case.tables[part].pages
+    table[rows, :pages] = table[rows[0], :pages].clone()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("threads, window, tokens", [(1, None, 1), (3, 150, 2)])
+def test_sequences_that_share_pages(tiles, name, threads, window, tokens):
+    """Two prefixes, of three sequences and of two, one sequence alone, and first tokens that only some of them share.
+    Sequences of a prefix have other pages behind it.
+    """
+    scheme = schemes.get(name, head_dim=64)
+    case = random_call(
+        scheme.key,
+        scheme.value,
+        group=4,
+        tokens=tokens,
+        batch=6,
+        page_size=scheme.page_size,
+        pages=9,
+        window=window,
+    )
+    share(case, 0, [0, 2, 5], 3)
+    share(case, 0, [1, 4], 4)
+    share(case, 1, [0, 2], 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        first, second = decoded(case, tiles), decoded(case, tiles)
+    finally:
+        torch.set_num_threads(before)
+    assert_close(first, case.exact(), noise_of(scheme.key, scheme.value))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_more_sequences_than_a_tile_has_room_for(tiles):
+    """All pages of all sequences are the same, and rows fill several items."""
+    scheme = schemes.get("int4", head_dim=64)
+    case = random_call(scheme.key, scheme.value, heads=1, group=64, batch=10, pages=11, sinks=0)
+    for part, table in enumerate(case.tables):
+        share(case, part, list(range(10)), table.pages.shape[1])
+        for name in ("tokens", "starts"):
+            if (x := getattr(table, name)) is not None:
+                x[:] = x[0].clone()
+    case.positions[:] = case.positions[0].clone()
+    assert_close(decoded(case, tiles), case.exact(), noise_of(scheme.key))

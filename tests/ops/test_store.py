@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ops.cpu_cases import TIERS, needs_library, static_of, static_params, trellis
+from ops.cpu_cases import VECTOR_TIERS, needs_library, static_of, static_params, trellis
 from ops.test_cuda_close import HEADS, RAW, spec
 
 from kvbits import schemes
@@ -428,7 +428,7 @@ def test_every_tier_stores_the_same_bytes():
                 slab.fill_(0x11)
         reference.store(k, v, stores[0], slots, previous=previous, status=wanted)
         try:
-            for tier in TIERS:
+            for tier in VECTOR_TIERS:
                 library.set_tier(tier)
                 for slab in stores[1].slabs:
                     slab.fill_(0x11)

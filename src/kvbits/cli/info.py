@@ -27,7 +27,8 @@ PACKAGES = (
 )
 ENVIRONMENT = {
     "COLUMNS": "columns that tables may take; the terminal's if not set",
-    "KVBITS_CACHE": "folder for compiled CUDA kernels and calibrations; the user's cache folder if not set",
+    "KVBITS_CACHE": "folder for compiled CUDA kernels, calibrations and measurements of CPUs; the user's cache folder"
+    " if not set",
     "KVBITS_COMMIT": "commit that a run of benchmarks is of, where there is no git",
     "KVBITS_CPU_LIBRARY": "file of the CPU library, instead of the one that was installed",
     "KVBITS_CPU_TIER": "instruction set of CPU kernels: amx, avx512, avx2, neon or generic",

@@ -395,7 +395,8 @@ class _Placed:
         return scratch.keys, scratch.values
 
 
-def _dense(
+def dense_rows(
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     scaling: float,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -405,7 +406,11 @@ def _dense(
     out: torch.Tensor,
     wants_lse: bool,
 ) -> torch.Tensor | None:
-    """Return `Attend` by torch's kernels: one call for sequences of one length, else one for each."""
+    """Return `Attend` by torch's kernels: one call for sequences of one length, else one for each.
+
+    Args:
+        attention: as `cuda.engine.dense.attention`.
+    """
     n = len(lengths.keys)
     alike = lengths.max_q * n == lengths.queries.sum() and lengths.max_k * n == lengths.keys.sum()
     step = n if alike else 1
@@ -414,7 +419,7 @@ def _dense(
     for b in range(0, n, step):
         mine, theirs = (slice(int(x[b]), int(x[b + step])) for x in (queries, keys))
         asked, seen, read = (x.unflatten(0, (step, -1)) for x in (q[mine], k[theirs], v[theirs]))
-        found, lse = dense.attention(asked, seen, read, scaling, causal)
+        found, lse = attention(asked, seen, read, scaling, causal)
         out[mine] = found.flatten(0, 1)
         lses.append(lse.flatten(0, 1))
     if not wants_lse:
@@ -427,6 +432,9 @@ class LongQueries:
 
     Args:
         attend: dense attention; torch's by default.
+        rows: dtype of unpacked rows; that of the queries by default.
+        results: dtype of results that `run` rounds to the queries'; that of the rows by default.
+        max_rows: rows of scratch.
     """
 
     reads_host = True
@@ -441,12 +449,16 @@ class LongQueries:
         num_queries: int,
         scaling: float,
         attend: Attend | None = None,
+        rows: torch.dtype | None = None,
+        results: torch.dtype | None = None,
+        max_rows: int = MAX_ROWS,
         **options: Any,
     ) -> None:
         self._layouts, self._device = tuple(layouts), device if device.type == "cpu" else indexed(device)
         self._shape = num_queries, num_q_heads, layouts[0].head_dim
-        self.result_dtype = dtype
-        self._attend = attend or functools.partial(_dense, scaling)
+        self._dtype, self._rows, self._max_rows = dtype, rows or dtype, max_rows
+        self.result_dtype = results or self._rows
+        self._attend = attend or functools.partial(dense_rows, dense.attention, scaling)
         self._layers: dict[int, tuple[PageStore, ...]] = {}
         self._step: tuple[int, Histories, torch.Tensor | None] | None = None
 
@@ -461,7 +473,7 @@ class LongQueries:
         elif query_lens is not None:
             hidden = np.arange(t) >= query_lens.numpy()[:, None]
         lens = np.full(batch, t, np.int64)
-        histories = Histories(self._layouts, tables, lens, self.result_dtype, self._device, MAX_ROWS)
+        histories = Histories(self._layouts, tables, lens, self._rows, self._device, self._max_rows)
         self._step = batch, histories, upload(hidden, self._device) if hidden.any() else None
 
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
@@ -470,10 +482,13 @@ class LongQueries:
         if self._step is None:
             raise DataError("run() before the first update(); there are no lengths")
         batch, histories, hidden = self._step
-        check_query(q, (batch, *self._shape), self.result_dtype, self._device, rows=False)
+        check_query(q, (batch, *self._shape), self._dtype, self._device, rows=False)
         layout = self._layouts[0]
         if out is None:
             out = q.new_empty(*q.shape[:3], layout.value_head_dim)
+        given, q = out, q.to(self._rows)
+        if out.dtype != self.result_dtype:
+            out = torch.empty_like(out, dtype=self.result_dtype)
         if not histories.covers:
             out.zero_()
             if lse is not None:
@@ -492,9 +507,7 @@ class LongQueries:
             out.masked_fill_(hidden[..., None, None], 0)
             if lse is not None:
                 lse.masked_fill_(hidden[..., None], -torch.inf)
-        return out
+        return out if given is out else given.copy_(out)
 
     def explain(self) -> str:
-        return (
-            f"attend: pages unpacked to {str(self.result_dtype)[6:]}, then dense attention of {self._shape[0]} queries"
-        )
+        return f"attend: pages unpacked to {str(self._rows)[6:]}, then dense attention of {self._shape[0]} queries"

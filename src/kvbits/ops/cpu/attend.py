@@ -8,12 +8,16 @@ relative L2 noise 1e-4 and 2e-2. Raw and FP8 pages are computed in fp32.
 
 On processors with AMX chunks are products of tiles (csrc/families/tiles.h): keys, values, queries and weights are one
 bfloat16 number where a format has few bits, and the sum of two elsewhere: relative L2 noise 6e-3 and 1e-5.
+
+A plan whose calls can be served in several ways takes the fastest, as measured on the machine (autotune.py): chunks by
+the tier's kernels or unpacked for torch's attention, decoding by AVX-512 or in tiles.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -22,11 +26,32 @@ import torch
 
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
+from ..long_queries import LongQueries, dense_rows
 from ..reference.attend import HostPlan
 from ..types import PageStore, Table
-from . import structs
-from .library import AttendStruct, PartStruct, TableStruct, amx_refusal, check, library, tier, unavailable
+from . import dense, structs
+from .autotune import Tuned, Way
+from .library import (
+    TILE_TIERS,
+    AttendStruct,
+    PartStruct,
+    TableStruct,
+    amx_refusal,
+    check,
+    library,
+    tier,
+    unavailable,
+)
 from .structs import MAX_QUERY_GROUP, store_struct
+
+MIN_UNPACKED_ROWS = 128
+"""Query rows of a kv head from which unpacking is tried. Fewer read packed pages faster than torch reads dense ones."""
+MIN_DECODED_ROWS, MAX_DECODED_ROWS = 4, 31
+"""Query rows of a kv head for which tiles are tried. More are always in tiles, and of fewer most of a tile is empty."""
+FEW_BITS = 5.0
+"""Bits of codes, the mean over channels, whose error is far above that of rounding to bfloat16."""
+UNPACKED_ROWS = 8192
+"""Tokens that are unpacked at a time: 64 MB of float32 with 8 kv heads of 128."""
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
@@ -59,15 +84,63 @@ class _Layer(NamedTuple):
     tables: list[TableStruct]
 
 
-def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan:
+def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan | Tuned:
     """Plan as `ops.attend.plan` has it; arguments as there, checked there."""
-    return Plan(layouts, **options)
+    if len(found := ways(layouts, **options)) == 1:
+        return Plan(layouts, **options)
+    packed = next((x for x in layouts if not x.is_raw), layouts[0])
+    rows = options["num_queries"] * options["num_q_heads"] // packed.num_kv_heads
+    call = {
+        "keys": repr(packed.key),
+        "values": repr(packed.value),
+        "page_size": packed.page_size,
+        "head_dims": [packed.head_dim, packed.value_head_dim],
+        "queries": str(options["dtype"]).removeprefix("torch."),
+        "query_rows": 1 << rows.bit_length() - 1,  # of a kv head, rounded down
+    }
+    return Tuned(found, call)
+
+
+def ways(layouts: Sequence[PageLayout], **options: Any) -> dict[str, Callable[[], Way]]:
+    """Return the plans that serve such calls, by name. The first is the one for a machine that is not measured."""
+    rows = options["num_queries"] * options["num_q_heads"] // layouts[0].num_kv_heads
+    found: dict[str, Callable[[], Way]] = {"kernels": functools.partial(Plan, layouts, **options)}
+    if rows >= MIN_UNPACKED_ROWS and not _refuses_unpacking(layouts, options):
+        for dtype in (torch.float32, torch.bfloat16):
+            if dtype == torch.float32 or _keeps_precision(layouts, options["dtype"]):
+                name = f"unpacked to {str(dtype).removeprefix('torch.')}"
+                found[name] = functools.partial(_unpacked, layouts, dtype, **options)
+    if tier() in TILE_TIERS and MIN_DECODED_ROWS <= rows <= MAX_DECODED_ROWS:
+        found["tiles"] = functools.partial(Plan, layouts, min_tile_rows=MIN_DECODED_ROWS, **options)
+    return found
+
+
+def _refuses_unpacking(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> bool:
+    """Return whether torch's attention over unpacked pages does not compute what the plan asks for."""
+    windowed = options["sliding_window"] is not None or options["softcap"] is not None
+    return not options["past_only"] or windowed or any(x.head_dim != x.value_head_dim for x in layouts)
+
+
+def _keeps_precision(layouts: Sequence[PageLayout], queries: torch.dtype) -> bool:
+    """Return whether rounding to bfloat16 is far below the error of the formats."""
+    specs = [spec for x in layouts if not x.is_raw for spec in (x.key, x.value)]
+    few_bits = all(not spec.is_raw and spec.mean_bits <= FEW_BITS for spec in specs)
+    return queries == torch.bfloat16 and bool(specs) and few_bits
+
+
+def _unpacked(layouts: Sequence[PageLayout], rows: torch.dtype, **options: Any) -> LongQueries:
+    attend = functools.partial(dense_rows, dense.attention, options["scaling"])
+    return LongQueries(layouts, attend=attend, rows=rows, results=torch.float32, max_rows=UNPACKED_ROWS, **options)
 
 
 class Plan(HostPlan):
-    """A plan of this backend."""
+    """A plan of this backend's kernels.
 
-    def __init__(self, layouts: Sequence[PageLayout], **options: Any) -> None:
+    Args:
+        min_tile_rows: query rows of a kv head from which a tier that has tiles takes them; 0 for its own limit.
+    """
+
+    def __init__(self, layouts: Sequence[PageLayout], min_tile_rows: int = 0, **options: Any) -> None:
         super().__init__(layouts, **options)
         o, first = options, self.layouts[0]
         self._struct = AttendStruct(  # of the run under way; what is given here stays
@@ -78,6 +151,7 @@ class Plan(HostPlan):
             head_dim=first.head_dim,
             value_head_dim=first.value_head_dim,
             q_dtype=TORCH_NUMBERS[o["dtype"]],
+            min_tile_rows=min_tile_rows,
             scaling=o["scaling"],
             softcap=o["softcap"] or 0.0,
             sliding_window=o["sliding_window"] or 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..chunk_attention import check_chunk, refuses_flash, without_padding
-from ..torch_operators import CPU, operator
+from .dense import flash
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WINDOW_ROWS = 512
@@ -72,7 +72,7 @@ def _masked(
     q, k, v = (torch.where(real, x, 0) for x in (q, k, v))
     bias = torch.zeros(seen.shape, dtype=q.dtype, device="cpu").masked_fill_(~seen, -torch.inf)[:, None]
     group = q.shape[2] // k.shape[2]
-    out, lse = _flash(_dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group), scaling, bias)
+    out, lse = flash(_dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group), scaling, bias)
     return out.transpose(1, 2).float(), lse.transpose(1, 2).float().masked_fill(~seen.any(-1)[..., None], -torch.inf)
 
 
@@ -82,30 +82,22 @@ def _causal(
     tokens, group = q.shape[1], q.shape[2] // k.shape[2]
     q, k, v = _dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group)
     if sliding_window is None or tokens <= sliding_window:
-        out, lse = _flash(q, k, v, scaling, None)
+        out, lse = flash(q, k, v, scaling, causal=True)
         return out.transpose(1, 2).float(), lse.transpose(1, 2).float()
     out = torch.empty(*q.shape[:2], tokens, v.shape[3], device="cpu")
     lse = torch.empty(q.shape[:3], device="cpu")
     # The first window sees all that is older.
     old = slice(0, sliding_window)
-    out[:, :, old], lse[:, :, old] = _flash(q[:, :, old], k[:, :, old], v[:, :, old], scaling, None)
+    out[:, :, old], lse[:, :, old] = flash(q[:, :, old], k[:, :, old], v[:, :, old], scaling, causal=True)
     band = _band(min(WINDOW_ROWS, tokens - sliding_window), sliding_window, q.dtype)
     for first in range(sliding_window, tokens, WINDOW_ROWS):
         end = min(first + WINDOW_ROWS, tokens)
         keys = slice(first - sliding_window + 1, end)
         mask = band[: end - first, : end - first + sliding_window - 1]
-        out[:, :, first:end], lse[:, :, first:end] = _flash(
+        out[:, :, first:end], lse[:, :, first:end] = flash(
             q[:, :, first:end], k[:, :, keys], v[:, :, keys], scaling, mask
         )
     return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out [B, Hq, n, D] in q's dtype, lse [B, Hq, n]) of q, k, v [B, Hq, n, D]; causal without a mask."""
-    out, lse = operator(CPU)(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling)
-    return out, lse
 
 
 def _of_query_heads(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -22,9 +22,10 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 23
+ABI_VERSION = 24
 LIBRARY_NAME = "libkvbits_cpu.so"
 TIERS = ("amx", "avx512", "avx2", "neon", "generic", "amx_emulated")
+TILE_TIERS = ("amx", "amx_emulated")
 VARIABLES = ("KVBITS_CPU_LIBRARY", "KVBITS_CPU_TIER")
 
 
@@ -101,6 +102,7 @@ class AttendStruct(Structure):
         ("value_head_dim", c_int32),
         ("q_dtype", c_int32),
         ("num_threads", c_int32),
+        ("min_tile_rows", c_int32),
         ("q", c_void_p),
         ("q_stride", c_int64 * 3),
         ("q_positions", c_void_p),

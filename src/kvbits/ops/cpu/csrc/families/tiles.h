@@ -64,6 +64,7 @@ static int weight_terms(const TilePart& p) { return p.value.raw || p.value_terms
 
 // What rows see of a block. False when no row sees any.
 static bool see_block(const TilePart& p, const QueryTile& tile, int first_slice, int steps, ScoreRules& rules) {
+  if (!tile.rows) return false;
   const int64_t window = p.call.sliding_window;
   rules.masked = steps < BLOCK_STEPS;
   for (int i = 0; i < steps; i++) {
@@ -198,7 +199,7 @@ static void attend_panel(const TilePart& p) {
       if (at) add_outputs(p, of_slice(after));  // of the block before, whose place the next one takes
       if (after < w.slices) begin(after);
       PairBlock& b = of_slice(at);
-      Pace pace(w.squares, PAIR * TILE_ROWS);
+      Pace pace(w.squares, w.tile[number].rows + w.tile[number + 1].rows);
       if (b.seen)
         for (int i = 0; i < PAIR; i++) weigh_block(p, b, i, pace);
       w.squares.finish();
@@ -329,7 +330,8 @@ static const char* refuse_tensor(const kvbits_tensor& t, int d) {
 }
 
 static const char* refuse_tiles(const kvbits_attend_call* call) {
-  if (call->num_tokens * (call->num_heads / call->num_kv_heads) < MIN_TILE_ROWS)
+  const int least = call->min_tile_rows ? call->min_tile_rows : MIN_TILE_ROWS;
+  if (call->num_tokens * (call->num_heads / call->num_kv_heads) < least)
     return "fewer than 32 query rows share a kv head";
   if (call->head_dim % TILE_DEPTH || call->value_head_dim % TILE_DEPTH) return "head_dim is not a multiple of 32";
   for (int i = 0; i < call->num_parts; i++) {

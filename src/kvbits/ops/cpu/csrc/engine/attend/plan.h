@@ -5,12 +5,15 @@
 
 #include "kvbits_cpu.h"
 
-// Rows of one item are the query heads of one kv head for a run of tokens: row = token * group + head in group.
+// Rows of one item are the query heads of one kv head for a run of tokens: row = token * group + head in group. An item
+// of several sequences, whose pages all of them read, has the rows of one after those of the other.
 struct AttendItem {
   int32_t sequence, kv_head;
   int32_t first_row, num_rows;
   int64_t first_entry, end_entry;  // into the sequence's entries of all parts, one after the other
   int64_t partial;                 // row index into the partial results; -1: this item is the whole answer
+  const int32_t* sequences;        // [num_sequences], of which `sequence` is the first
+  int32_t num_sequences;
 };
 
 struct AttendPlan {
@@ -34,7 +37,8 @@ struct TierKernels {
   void (*attend_item)(const AttendPlan* plan, const AttendItem* item, const AttendItem* next, void* scratch);
   const PageKernels* pages;
   int item_rows = ITEM_ROWS;  // most query rows of an item
-  // Why a call is left to the tier `otherwise`, or null; a tier without it takes every call.
+  // Why a call is left to the tier `otherwise`, or null; a tier without it takes every call. A tier with it attends in
+  // tiles, whose items may have the rows of several sequences.
   const char* (*refuses)(const kvbits_attend_call* call) = nullptr;
   const TierKernels* otherwise = nullptr;
 };

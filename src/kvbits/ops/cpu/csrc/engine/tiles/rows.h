@@ -4,8 +4,20 @@
 
 namespace {
 
+// Where a row of an item is in a call.
+struct RowPlace {
+  int64_t sequence;
+  int token, head;
+};
+
+static RowPlace place_of(const kvbits_attend_call& call, const AttendItem& item, int row) {
+  const int group = call.num_heads / call.num_kv_heads, each = item.num_rows / item.num_sequences;
+  const int of_sequence = item.first_row + row % each;
+  return {item.sequences[row / each], of_sequence / group, item.kv_head * group + of_sequence % group};
+}
+
 static void load_tile_rows(TileScratch& w, const kvbits_attend_call& call, const AttendItem& item, int number) {
-  const int group = call.num_heads / call.num_kv_heads, d = call.head_dim;
+  const int d = call.head_dim;
   const int left = item.num_rows - number * TILE_ROWS;
   QueryTile& tile = w.tile[number];
   tile.rows = left < 0 ? 0 : left < TILE_ROWS ? left : TILE_ROWS;
@@ -21,9 +33,9 @@ static void load_tile_rows(TileScratch& w, const kvbits_attend_call& call, const
       store(tile.l[h], vf{});
       continue;
     }
-    const int row = item.first_row + number * TILE_ROWS + h, token = row / group,
-              head = item.kv_head * group + row % group;
-    const int64_t at = item.sequence * call.q_stride[0] + token * call.q_stride[1] + head * call.q_stride[2];
+    const RowPlace place = place_of(call, item, number * TILE_ROWS + h);
+    const int64_t at =
+        place.sequence * call.q_stride[0] + place.token * call.q_stride[1] + place.head * call.q_stride[2];
     widen(q + h * d, (const char*)call.q + at * dtype_bytes(call.q_dtype), d, call.q_dtype);
     vf none = {};  // 0, or NaN where a number of the query is not finite
     for (int i = 0; i < d; i += VL) none = none + load(q + h * d + i) * 0.0f;
@@ -31,7 +43,7 @@ static void load_tile_rows(TileScratch& w, const kvbits_attend_call& call, const
     const float start = sum(none);
     if (start != 0) __builtin_memset(q + h * d, 0, d * sizeof(float));
     store(tile.l[h], splat(start));
-    tile.position[h] = call.q_positions[(int64_t)item.sequence * call.num_tokens + token];
+    tile.position[h] = call.q_positions[place.sequence * call.num_tokens + place.token];
     if (tile.position[h] < tile.oldest) tile.oldest = tile.position[h];
     if (tile.position[h] > tile.newest) tile.newest = tile.position[h];
   }
@@ -46,7 +58,7 @@ static void copy_outputs(const float* acc, int h, int d, float* to) {
 
 static void store_tile_rows(const TileScratch& w, const AttendPlan& plan, const AttendItem& item, int number) {
   const kvbits_attend_call& call = *plan.call;
-  const int group = call.num_heads / call.num_kv_heads, d = call.value_head_dim;
+  const int d = call.value_head_dim;
   const QueryTile& tile = w.tile[number];
   const float* acc = w.acc + (int64_t)number * TILE_ROWS * d;
   for (int h = 0; h < tile.rows; h++) {
@@ -59,9 +71,8 @@ static void store_tile_rows(const TileScratch& w, const AttendPlan& plan, const 
       to[d + 1] = total;
       continue;
     }
-    const int row = item.first_row + number * TILE_ROWS + h, token = row / group,
-              head = item.kv_head * group + row % group;
-    const int64_t at = ((int64_t)item.sequence * call.num_tokens + token) * call.num_heads + head;
+    const RowPlace place = place_of(call, item, number * TILE_ROWS + h);
+    const int64_t at = (place.sequence * call.num_tokens + place.token) * call.num_heads + place.head;
     float* to = call.out + at * d;
     copy_outputs(acc, h, d, to);
     const float inverse = seen ? 1.0f / total : 0.0f;

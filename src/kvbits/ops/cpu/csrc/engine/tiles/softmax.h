@@ -57,7 +57,7 @@ static void shrink_outputs(QueryTile& tile, float* acc, int d) {
 static float finish_scores(QueryTile& tile, float* s, const ScoreRules& rules) {
   const bool plain = !rules.masked && !rules.cap && !rules.offsets[0] && !rules.groups && rules.factor > 0;
   const float left = plain || (!rules.cap && rules.factor > 0) ? rules.factor : 1.0f;
-  for (int h = 0; h < TILE_ROWS; h++) {
+  for (int h = 0; h < tile.rows; h++) {
     vf top = splat(-__builtin_inff());
     if (plain) {
 #pragma GCC unroll 4
@@ -91,7 +91,7 @@ static float finish_scores(QueryTile& tile, float* s, const ScoreRules& rules) {
 template <int DEGREE, int N_TERMS, bool SCALED>
 static void weigh(QueryTile& tile, float* s, float factor, uint16_t* p, int groups, const float* const* scales,
                   Pace& pace) {
-  for (int h = 0; h < TILE_ROWS; h++) {
+  for (int h = 0; h < tile.rows; h++) {
     const vf m = splat(tile.m[h]);
     vf total = load(tile.l[h]);
 #pragma GCC unroll 4
