@@ -185,7 +185,8 @@ def _usage(error: Any) -> tuple[str, ...]:
     if type(error).__name__ == "NoArgsIsHelpError":
         raise error
     path = " ".join(["kvbits", *(error.ctx.command_path.split()[1:] if error.ctx is not None else [])])
-    refused = getattr(error.__cause__ or error.__context__, "errors", list)()  # pydantic's, which typer checks with
+    # errors of pydantic, by which typer checks numbers
+    refused: list[dict[str, Any]] = getattr(error.__cause__ or error.__context__, "errors", list)()
     given = f", got {refused[0]['input']!r}" if refused else ""
     return (f"{error.format_message().rstrip('.')}{given}; see `{path} --help`",)
 
