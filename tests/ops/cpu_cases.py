@@ -61,6 +61,24 @@ fp32, or in tiles two bfloat16 terms.
 """
 
 
+def assert_close(got, want, noise: float) -> None:
+    """Outputs and log-sum-exps (out, lse) of a kernel agree with those of float64.
+
+    `noise` bounds the relative L2 error of outputs and the standard deviation of the errors of log-sum-exps. Rounding
+    errors of all channels of a query add up to nearly a Gaussian, and a query that sees one token has no mean over
+    tokens. So one error may be 5 standard deviations, and the norm of n errors is that of n Gaussian ones, which
+    exceeds sqrt(n) + 4 once in 3,000 times.
+    """
+    (out, lse), (want_out, want_lse) = ([torch.as_tensor(x).double() for x in both] for both in (got, want))
+    assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
+    assert not out[torch.isinf(want_lse)].any(), "rows that see nothing are zero"
+    assert float((out - want_out).norm()) <= noise * float(want_out.norm())
+    seen = torch.isfinite(want_lse)
+    error = (lse - want_lse)[seen]
+    assert float(error.norm()) <= noise * (error.numel() ** 0.5 + 4)
+    assert not bool((error.abs() > 5 * noise).any())
+
+
 def kvquant(fmt: str, outliers: float = 0.01, static: bool = False) -> tuple[QuantSpec, QuantSpec]:
     """(key, value) of the presets nuq4-1%, nuq4 and so on, or with the paper's calibrated ranges of keys, which
     stretch.

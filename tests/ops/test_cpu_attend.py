@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,6 +21,7 @@ from ops.cpu_cases import (
     RAW,
     TIERS,
     TILE_TIERS,
+    assert_close,
     kvquant,
     kvquant_specs,
     needs_library,
@@ -36,16 +36,6 @@ from kvbits.ops.cpu import library
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = needs_library
-
-
-def assert_close(got, want, noise: float) -> None:
-    out, lse = (x.double().numpy() for x in got)
-    want_out, want_lse = (np.asarray(x) for x in want)
-    assert np.array_equal(np.isinf(lse), np.isinf(want_lse))
-    assert not out[np.isinf(want_lse)].any(), "rows that see nothing are zero"
-    assert np.linalg.norm(out - want_out) <= noise * np.linalg.norm(want_out)
-    seen = np.isfinite(want_lse)
-    assert np.abs(lse[seen] - want_lse[seen]).max(initial=0) <= max(2 * noise, 1e-5)
 
 
 @pytest.mark.parametrize("fmt", [*FORMATS, "raw"])

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, TILE_TIERS, needs_library, random_call, specs_of
-from ops.test_cpu_attend import assert_close
+from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, TILE_TIERS, assert_close, needs_library, random_call, specs_of
 
 from kvbits import schemes
 from kvbits.ops.cpu import attend, library
