@@ -24,6 +24,7 @@ from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_g
 
 from kvbits import planner, schemes  # noqa: E402
 from kvbits.errors import SpecError, counted  # noqa: E402
+from kvbits.evaluate import MAX_KL, MAX_PPL_CHANGE  # noqa: E402
 from kvbits.evaluate.fidelity import DECODING_CHUNK, DRIFT_FROM, read_raw  # noqa: E402
 from kvbits.evaluate.paired import points  # noqa: E402
 from kvbits.evaluate.results import read as read_result  # noqa: E402
@@ -41,6 +42,7 @@ from kvbits.report.markdown import (  # noqa: E402
     runs_note,
     scheme_rows,
     table,
+    unfit,
 )
 from kvbits.report.page import Beside, page  # noqa: E402
 from kvbits.runs import dated  # noqa: E402
@@ -335,12 +337,14 @@ def short_table() -> str:
     return _between(SHORT_SEQUENCES, table(["tokens, at most", *(f"`{n}`" for n in names)], rows))
 
 
-def scheme_table(results: Results, benchmarks: Path) -> str:
-    """Every cache on every model and what to take, between its markers."""
-    speeds = gpu_speeds(benchmarks)
-    columns, rows, notes = scheme_rows(results, speeds)
-    chosen = recommendations(results, speeds)
-    rest = [n for n in notes if n not in (LEGEND, *chosen)]
+def scheme_table(results: Results) -> str:
+    """Every cache on every model, those of the literature in a table of their own, and the models that a cache is unfit
+    for; between its markers. It recommends nothing: README does, by
+    figures at the length that is used.
+    """
+    columns, rows, notes = scheme_rows(results)
+    chosen = recommendations(results)
+    rest = [n for n in notes if n not in (LEGEND, *chosen) and not n.startswith("Unfit")]
     core, papers = (
         [r.cells for r in rows if (r.scheme in GROUPS["literature"]) is of_papers] for of_papers in (False, True)
     )
@@ -349,13 +353,15 @@ def scheme_table(results: Results, benchmarks: Path) -> str:
         if papers
         else []
     )
+    bad = unfit(m for m in results.as_used.values() if "fidelity" in m.tasks)
+    limits = f"**Unfit**: perplexity rises by more than {MAX_PPL_CHANGE:.0%}, or KL is above {MAX_KL} nats."
+    lines = [[f"`{name}`", ", ".join(m.name for m in models)] for name, models in bad.items()]
     parts = [
-        "\n".join(f"- {c}" for c in chosen),
         LEGEND,
         table(columns, core),
         *literature,
-        " ".join(rest),
-        runs_note(results),
+        *([limits, table(["cache", "unfit for"], lines, left=2)] if lines else []),
+        "\n".join(f"- {n}" for n in [*rest, runs_note(results)]),
     ]
     return _between(SCHEMES, "\n\n".join(parts))
 
@@ -770,7 +776,7 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
     parts = {
         "README.md": (numbers(benchmarks), preset_table(benchmarks)),
         "docs/guide/transformers.md": (milliseconds_table(benchmarks),),
-        "docs/results/evaluation.md": (scheme_table(results, benchmarks), length_table(benchmarks)),
+        "docs/results/evaluation.md": (scheme_table(results), length_table(benchmarks)),
         "docs/results/points.md": (*points_tables(benchmarks), tails_table(benchmarks)),
         "docs/guide/choose.md": (short_table(),),
     }

@@ -59,8 +59,8 @@ def markers(name: str) -> str:
     return f"{begin}\nold\n{end}"
 
 
-def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
-    part = tables.scheme_table(collect(folder), tmp_path)
+def test_a_table_is_replaced_between_its_markers(folder):
+    part = tables.scheme_table(collect(folder))
     text = f"before\n{markers(tables.TABLE)}\n{markers(tables.SCHEMES)}\nafter\n"
     new = tables.put_into(text, part)
     assert new.startswith(f"before\n{markers(tables.TABLE)}\n<!-- {tables.SCHEMES}") and new.endswith(
@@ -78,7 +78,7 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         ("README.md", lambda: tables.numbers(BENCHMARKS)),
         ("README.md", lambda: tables.preset_table(BENCHMARKS)),
         ("docs/guide/transformers.md", lambda: tables.milliseconds_table(BENCHMARKS)),
-        ("docs/results/evaluation.md", lambda: tables.scheme_table(collect(RESULTS), BENCHMARKS)),
+        ("docs/results/evaluation.md", lambda: tables.scheme_table(collect(RESULTS))),
         ("docs/results/evaluation.md", lambda: tables.length_table(BENCHMARKS)),
         *(("docs/results/points.md", lambda i=i: committed_points()[i]) for i in range(6)),
         ("docs/results/points.md", lambda: tables.tails_table(BENCHMARKS)),
