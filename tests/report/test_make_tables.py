@@ -241,9 +241,12 @@ def test_chains_have_simulated_peers_beside_presets():
 def test_one_page_of_a_cpu_fills_every_table_of_points(folder, tmp_path):
     """`make page` writes all tasks into one folder; what is there is shown, and the rest is said to be missing."""
     shutil.copytree(folder / "tiny", tmp_path / tables.PAGE / "tiny")
-    *_, texts, _, missing = tables.points_tables(tmp_path)
+    (asked,) = (BENCHMARKS / "nvidia-h100/length/ruler").iterdir()
+    shutil.copytree(asked, tmp_path / tables.PAGE / asked.name)
+    *_, texts, answers, missing = tables.points_tables(tmp_path)
+    assert [line.split(", ")[0] for line in answers.splitlines() if "1.5b" in line] == ["| ruler at 4,096"]
     assert "| tiny, t | " in texts and "`kivi4`" in texts
-    assert "- other texts (`klt4`, `klt3`, `klt2`): tiny" in missing.splitlines()
+    assert "| other texts | `klt4`, `klt3`, `klt2` | tiny |" in missing.splitlines()
     assert "chains" not in missing
 
 
