@@ -24,6 +24,7 @@ from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_g
 
 from kvbits import planner, schemes  # noqa: E402
 from kvbits.errors import SpecError, counted  # noqa: E402
+from kvbits.evaluate import MAX_KL, MAX_PPL_CHANGE  # noqa: E402
 from kvbits.evaluate.fidelity import DECODING_CHUNK, DRIFT_FROM, read_raw  # noqa: E402
 from kvbits.evaluate.paired import points  # noqa: E402
 from kvbits.evaluate.results import read as read_result  # noqa: E402
@@ -41,6 +42,7 @@ from kvbits.report.markdown import (  # noqa: E402
     runs_note,
     scheme_rows,
     table,
+    unfit,
 )
 from kvbits.report.page import Beside, page  # noqa: E402
 from kvbits.runs import dated  # noqa: E402
@@ -335,12 +337,14 @@ def short_table() -> str:
     return _between(SHORT_SEQUENCES, table(["tokens, at most", *(f"`{n}`" for n in names)], rows))
 
 
-def scheme_table(results: Results, benchmarks: Path) -> str:
-    """Every cache on every model and what to take, between its markers."""
-    speeds = gpu_speeds(benchmarks)
-    columns, rows, notes = scheme_rows(results, speeds)
-    chosen = recommendations(results, speeds)
-    rest = [n for n in notes if n not in (LEGEND, *chosen)]
+def scheme_table(results: Results) -> str:
+    """Every cache on every model, those of the literature in a table of their own, and the models that a cache is unfit
+    for; between its markers. It recommends nothing: README does, by
+    figures at the length that is used.
+    """
+    columns, rows, notes = scheme_rows(results)
+    chosen = recommendations(results)
+    rest = [n for n in notes if n not in (LEGEND, *chosen) and not n.startswith("Unfit")]
     core, papers = (
         [r.cells for r in rows if (r.scheme in GROUPS["literature"]) is of_papers] for of_papers in (False, True)
     )
@@ -349,13 +353,15 @@ def scheme_table(results: Results, benchmarks: Path) -> str:
         if papers
         else []
     )
+    bad = unfit(m for m in results.as_used.values() if "fidelity" in m.tasks)
+    limits = f"**Unfit**: perplexity rises by more than {MAX_PPL_CHANGE:.0%}, or KL is above {MAX_KL} nats."
+    lines = [[f"`{name}`", ", ".join(m.name for m in models)] for name, models in bad.items()]
     parts = [
-        "\n".join(f"- {c}" for c in chosen),
         LEGEND,
         table(columns, core),
         *literature,
-        " ".join(rest),
-        runs_note(results),
+        *([limits, table(["cache", "unfit for"], lines, left=2)] if lines else []),
+        "\n".join(f"- {n}" for n in [*rest, runs_note(results)]),
     ]
     return _between(SCHEMES, "\n\n".join(parts))
 
@@ -491,14 +497,9 @@ CALIBRATED = tuple(name for name in SHOWN if name.startswith("klt"))
 """Presets whose figures `unmeasured` looks for."""
 
 
-def _folders(benchmarks: Path, name: str) -> list[Path]:
-    """Return a folder of nvidia-h100/length, and the folders `PAGE`, where they are."""
-    found = [
-        benchmarks / "nvidia-h100" / "length" / name,
-        *benchmarks.glob(PAGE),
-        *sorted(benchmarks.glob(f"*/{PAGE}")),
-    ]
-    return [folder for folder in found if folder.is_dir()]
+def _pages(benchmarks: Path) -> list[Path]:
+    """Return the folders `PAGE`."""
+    return [*benchmarks.glob(PAGE), *sorted(benchmarks.glob(f"*/{PAGE}"))]
 
 
 def _called(model: str) -> str:
@@ -520,9 +521,8 @@ def _replayed(benchmarks: Path) -> list[tuple[str, Cell, float]]:
     """Return (model, cache, bits) of replayed chains beside simulated peers, by model and KL; of two results of a cache
     on a model the one of more windows. Bits are all that a packed cache holds, and what an engine stores of a peer.
     """
-    folders = [benchmarks / "chains", *benchmarks.glob(PAGE), *sorted(benchmarks.glob(f"*/{PAGE}"))]
     found: dict[tuple[str, str], tuple[Cell, float]] = {}
-    for folder in folders:
+    for folder in (benchmarks / "chains", *_pages(benchmarks)):
         for path in sorted(folder.glob("*/replay/*.json")):
             data = read_result(path)
             cell, key = Cell.of(data), (data["model"]["name"], data["scheme"])
@@ -545,8 +545,10 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
     made: list[dict[str, Any]] = []
     every: list[tuple[str, Model, Cell]] = []
 
-    def cells(name: str, task: str, called: str) -> list[tuple[Model, Cell]]:
-        found = [x for folder in _folders(benchmarks, name) for x in _found(folder, task)]
+    length, pages = benchmarks / "nvidia-h100" / "length", _pages(benchmarks)
+
+    def cells(folders: Iterable[Path], task: str, called: str) -> list[tuple[Model, Cell]]:
+        found = [x for folder in folders if folder.is_dir() for x in _found(folder, task)]
         made.extend(run for _, c in found for run in c.runs.values())
         every.extend((called, m, c) for m, c in found)
         return found
@@ -554,7 +556,7 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
     def kl(value: float) -> str:
         return f"{value:.5f}"
 
-    chains = cells("chains", "replay", "chains")
+    chains = cells([length / "chains", *pages], "replay", "chains")
     places = sorted({int(at) for _, c in chains for at in c.summary["octaves"] if int(at) >= DRIFT_FROM})
     replayed = []
     for m, c in chains:
@@ -571,20 +573,22 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
             [_called(model), _named(c.scheme, c.kind), *figures, f"{s['drift']:+.0%}", percent(s["top1_agreement"])]
         )
     decoded = []
-    for m, c in cells("decode", "decode", "token by token"):
+    for m, c in cells([length / "decode", *pages], "decode", "token by token"):
         s = c.summary
         figures = [kl(s["kl_mean"]), f"{s['kl_max']:.2f}", percent(s["top1_agreement"]), percent(s["read_raw"])]
         decoded.append([_called(m.name), f"`{c.scheme}`", *figures])
-    texts = cells("texts", "fidelity", "other texts")
+    texts = cells([length / "texts", *pages], "fidelity", "other texts")
     by_text: dict[tuple[str, str], dict[str, str]] = {}
     for m, c in texts:
         for name, s in c.summary.get("texts", {next(iter(c.items), ""): c.summary}).items():
             by_text.setdefault((_called(m.name), name.rsplit("@", 1)[0]), {})[c.scheme] = kl(s["kl_mean"])
     caches = [name for name in SHOWN if any(name in row for row in by_text.values())]
+    asked_in = [(length / folder, task) for folder, task in ANSWERS]
+    asked_in += [(page, task) for page in pages for task in dict.fromkeys(task for _, task in ANSWERS)]
     answered = [
         [what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)]
-        for folder, task in ANSWERS
-        for what, mine in _answers(cells(folder, task, task), task, folder == "sampled")
+        for folder, task in asked_in
+        for what, mine in _answers(cells([folder], task, task), task, folder.name == "sampled")
     ]
     asked = [name for i, name in enumerate(ANSWERED, 1) if any(row[i] for row in answered)]
     answers = table(
@@ -642,11 +646,12 @@ def _unmeasured(every: list[tuple[str, Model, Cell]]) -> str:
     found: dict[tuple[str, str], set[str]] = {}
     for what, m, c in every:
         found.setdefault((what, _called(m.name)), set()).add(c.scheme)
-    lacking: dict[str, dict[str, None]] = {}
+    lacking: dict[tuple[str, str], dict[str, None]] = {}
     for (what, model), names in found.items():
-        if missing := [name for name in CALIBRATED if name not in names]:
-            lacking.setdefault(f"{what} ({', '.join(f'`{n}`' for n in missing)})", {})[model] = None
-    return "\n".join(f"- {what}: {', '.join(models)}" for what, models in lacking.items())
+        if missing := ", ".join(f"`{name}`" for name in CALIBRATED if name not in names):
+            lacking.setdefault((what, missing), {})[model] = None
+    rows = [[what, missing, ", ".join(models)] for (what, missing), models in lacking.items()]
+    return table(["task", "not measured", "models"], rows, left=3)
 
 
 def _between(name: str, part: str) -> str:
@@ -770,7 +775,7 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
     parts = {
         "README.md": (numbers(benchmarks), preset_table(benchmarks)),
         "docs/guide/transformers.md": (milliseconds_table(benchmarks),),
-        "docs/results/evaluation.md": (scheme_table(results, benchmarks), length_table(benchmarks)),
+        "docs/results/evaluation.md": (scheme_table(results), length_table(benchmarks)),
         "docs/results/points.md": (*points_tables(benchmarks), tails_table(benchmarks)),
         "docs/guide/choose.md": (short_table(),),
     }

@@ -593,25 +593,26 @@ def quiet() -> Any:
         transformers.logging.set_verbosity(level)
 
 
-def row(family: Family, dense: bool, why: str | None) -> str:
-    """Of the table, by what was `said`."""
-    return (
-        f"| {family.names} | `{family.model_type}` |"
-        f" {f'no: {why}' if why else 'with `dense=True`' if dense else 'yes'} |"
-    )
+def row(family: Family) -> str:
+    """Of a table of models."""
+    return f"| {family.names} | `{family.model_type}` |"
 
 
 def table() -> str:
-    rows: list[list[str]] = [[], [], []]
+    """Models that are taken, and those that are with `dense=True`, by what was `said`; `census` has what is refused."""
+    rows: tuple[list[str], list[str]] = ([], [])
     with quiet():
         for family in FAMILIES:
             dense, why = said(build(family))
-            rows[2 if why else dense].append(row(family, dense, why))
-    head = "| models | `model_type` | taken |\n|---|---|---|\n"
-    taken, dense, refused = (sorted(r, key=str.lower) for r in rows)
+            if why is None:
+                rows[dense].append(row(family))
+    taken, dense_only = (
+        "| models | `model_type` |\n|---|---|\n" + "\n".join(sorted(some, key=str.lower)) for some in rows
+    )
+    refused = len(FAMILIES) - len(rows[0]) - len(rows[1])
     return (
-        f"{len(taken)} of {len(FAMILIES)} kinds of models tried are taken, {len(dense)} more with `dense=True`,"
-        f" {len(refused)} refused.\n\n{head}" + "\n".join(taken + dense + refused) + "\n"
+        f"{len(rows[0])} of {len(FAMILIES)} kinds of models tried are taken, and {refused} refused:\n\n{taken}\n\n"
+        f"{len(rows[1])} more are taken with `dense=True`:\n\n{dense_only}\n"
     )
 
 
@@ -642,10 +643,9 @@ def census() -> str:
         f" ({', '.join(f'`{x}`' for x in dense)}), {len(kinds) - len(taken) - len(dense)} are refused:\n\n| refused"
         " `model_type` | what it does that pages do not |\n|---|---|\n"
         + "\n".join(rows)
-        + f"\n\nThe tiny models of the next table are of {len(named())} of these families. {len(others())} more decode"
+        + f"\n\nThe tiny models of the next tables are of {len(named())} of these families. {len(others())} more decode"
         " the stock cache's 40 tokens in a tiny model of their default configuration"
-        f" (`tests/integrations/shrunk.py`). Of {len(UNBUILT)} no tiny model was made:"
-        f" {', '.join(f'`{x}`' for x in sorted(UNBUILT))}.\n"
+        f" (`tests/integrations/shrunk.py`). Of {len(UNBUILT)} no tiny model was made.\n"
     )
 
 

@@ -59,8 +59,8 @@ def markers(name: str) -> str:
     return f"{begin}\nold\n{end}"
 
 
-def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
-    part = tables.scheme_table(collect(folder), tmp_path)
+def test_a_table_is_replaced_between_its_markers(folder):
+    part = tables.scheme_table(collect(folder))
     text = f"before\n{markers(tables.TABLE)}\n{markers(tables.SCHEMES)}\nafter\n"
     new = tables.put_into(text, part)
     assert new.startswith(f"before\n{markers(tables.TABLE)}\n<!-- {tables.SCHEMES}") and new.endswith(
@@ -78,7 +78,7 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         ("README.md", lambda: tables.numbers(BENCHMARKS)),
         ("README.md", lambda: tables.preset_table(BENCHMARKS)),
         ("docs/guide/transformers.md", lambda: tables.milliseconds_table(BENCHMARKS)),
-        ("docs/results/evaluation.md", lambda: tables.scheme_table(collect(RESULTS), BENCHMARKS)),
+        ("docs/results/evaluation.md", lambda: tables.scheme_table(collect(RESULTS))),
         ("docs/results/evaluation.md", lambda: tables.length_table(BENCHMARKS)),
         *(("docs/results/points.md", lambda i=i: committed_points()[i]) for i in range(6)),
         ("docs/results/points.md", lambda: tables.tails_table(BENCHMARKS)),
@@ -241,9 +241,12 @@ def test_chains_have_simulated_peers_beside_presets():
 def test_one_page_of_a_cpu_fills_every_table_of_points(folder, tmp_path):
     """`make page` writes all tasks into one folder; what is there is shown, and the rest is said to be missing."""
     shutil.copytree(folder / "tiny", tmp_path / tables.PAGE / "tiny")
-    *_, texts, _, missing = tables.points_tables(tmp_path)
+    (asked,) = (BENCHMARKS / "nvidia-h100/length/ruler").iterdir()
+    shutil.copytree(asked, tmp_path / tables.PAGE / asked.name)
+    *_, texts, answers, missing = tables.points_tables(tmp_path)
+    assert [line.split(", ")[0] for line in answers.splitlines() if "1.5b" in line] == ["| ruler at 4,096"]
     assert "| tiny, t | " in texts and "`kivi4`" in texts
-    assert "- other texts (`klt4`, `klt3`, `klt2`): tiny" in missing.splitlines()
+    assert "| other texts | `klt4`, `klt3`, `klt2` | tiny |" in missing.splitlines()
     assert "chains" not in missing
 
 
