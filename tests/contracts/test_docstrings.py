@@ -13,7 +13,7 @@ ACTIONS = """
     Describe Do Drop Empty End Estimate Evict Explain Extend Feed Fill Find Flush Forget Free Generate Give Hand
     Have Hold Import Install Invert Judge Keep Launch Lead Let List Load Make Measure Merge Move Name Note Open
     Pack Parse Pin Plan Point Predict Prepare Print Put Quantize Raise Read Recode Refer Refuse Register Remove
-    Rename Repeat Replace Report Require Reset Return Run Screen See Set Show Split Start Store Switch Take Turn
+    Rename Repeat Replace Report Require Reset Return Run Screen See Set Show Split Spend Start Store Switch Take Turn
     Undo Wait Warn Wrap Write Yield
 """
 VERBS = frozenset(ACTIONS.split())
