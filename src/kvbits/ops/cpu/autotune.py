@@ -33,9 +33,9 @@ in the L2 cache, where kernels read them again for other query rows.
 ROUNDS = 3
 """Turns of each way. Their median counts, so that a first turn may be slow."""
 SECONDS = 5e-3
-"""What a turn takes at least. Short calls are repeated."""
+"""Least time of a turn. Short calls are repeated."""
 MARGIN = 1.05
-"""By how much another way must be faster than the first one, so that the noise of a shared machine changes nothing."""
+"""Factor by which another way must be faster than the first one: noise of a shared machine changes nothing."""
 
 
 class Way(Protocol):
