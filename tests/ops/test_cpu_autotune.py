@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from ops.cpu_cases import NOISE, TILE_TIERS, needs_library, random_call
-from ops.test_cpu_attend import assert_close
+from ops.cpu_cases import assert_close
 
 from kvbits import schemes
 from kvbits.ops.cpu import attend, autotune, library
@@ -23,12 +23,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / autotune.FOLDER
 
 
-def chunk(name="int4", tokens=40, held=1100, **changes):
+def chunk(name="int4", tokens=40, held=4200, **changes):
     """Queries behind a history."""
     scheme = schemes.get(name, head_dim=64)
     pages = -(-held // scheme.page_size)
     case = random_call(
-        scheme.key, scheme.value, page_size=scheme.page_size, group=4, tokens=tokens, pages=pages, **changes
+        scheme.key, scheme.value, page_size=scheme.page_size, heads=1, group=4, tokens=tokens, pages=pages, **changes
     )
     case.positions = torch.where(case.positions < 0, case.positions, case.positions + tokens)
     return case

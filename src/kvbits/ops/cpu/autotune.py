@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,14 +26,16 @@ from ..types import PageStore, Table
 from .library import library, tier
 
 FOLDER = "cpu"
-TOKENS = 1024
-"""Tokens of each part that a measurement reads, of one sequence. Shorter histories are not measured."""
+TOKENS = 4096
+"""Tokens of each part that a measurement reads, of one sequence. Shorter histories are not measured: their pages stay
+in the L2 cache, where kernels read them again for other query rows.
+"""
 ROUNDS = 3
-"""Turns of each way. The fastest one counts."""
+"""Turns of each way. Their median counts, so that a first turn may be slow."""
 SECONDS = 5e-3
-"""What a turn takes at least. Short calls are repeated."""
+"""Least time of a turn. Short calls are repeated."""
 MARGIN = 1.05
-"""By how much another way must be faster than the first one, so that the noise of a shared machine changes nothing."""
+"""Factor by which another way must be faster than the first one: noise of a shared machine changes nothing."""
 
 
 class Way(Protocol):
@@ -173,16 +176,17 @@ class Tuned:
         for plan in plans.values():
             plan.bind(layer, self._layers[layer])
             plan.update(start, lens, at)
-            plan.run(q, layer, out, lse)
-        seconds = dict.fromkeys(plans, float("inf"))
+        # a thread that waits for a core of a shared machine says nothing about the way
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        turns: dict[str, list[float]] = {name: [] for name in plans}
         for _ in range(ROUNDS):
             for name, plan in plans.items():
-                began, runs = time.perf_counter(), 0
-                while (took := time.perf_counter() - began) < SECONDS:
+                began, runs = clock(), 0
+                while (took := clock() - began) < SECONDS:
                     plan.run(q, layer, out, lse)
                     runs += 1
-                seconds[name] = min(seconds[name], took / runs)
-        return seconds
+                turns[name].append(took / runs)
+        return {name: statistics.median(found) for name, found in turns.items()}
 
     def explain(self) -> str:
         if not self._seconds:
