@@ -6,8 +6,7 @@ import json
 
 import pytest
 import torch
-from ops.cpu_cases import NOISE, TILE_TIERS, needs_library, random_call
-from ops.cpu_cases import assert_close
+from ops.cpu_cases import NOISE, TILE_TIERS, assert_close, needs_library, random_call
 
 from kvbits import schemes
 from kvbits.ops.cpu import attend, autotune, library
