@@ -15,7 +15,8 @@ basis get a random orthogonal one; their history is read packed, and only the to
 
 With `--users` all prompts are computed, and chats are those of `bench_serve_vllm.py turns`: a row for each number of
 users says what share of prompt tokens SGLang found in its caches, and what share of those came from host memory.
-On a CPU all of it runs in the environment of tests/integrations/run_sglang_cpu.sh, with `--geometry tiny`.
+On a CPU all of it runs in the environment of tests/integrations/run_sglang_cpu.sh, with `--geometry tiny`, or with
+`--model` and a small model's folder.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ def _install() -> None:
 
 
 def engine(args: argparse.Namespace, context: int, requests: int, captured: list[int]) -> Any:
-    """`sglang.Engine` with dummy weights."""
+    """`sglang.Engine`, with dummy weights unless `--model` has some."""
     from bench_serve_vllm import model_directory, random_bases
 
     model, name = (
-        model_directory(args.geometry, args.layers),
+        args.model or model_directory(args.geometry, args.layers),
         ("auto" if args.format == "bf16" else f"kvbits_{args.format}"),
     )
-    if bases := random_bases(model, name):
+    if not args.model and (bases := random_bases(model, name)):
         os.environ["KVBITS_SGLANG"] = json.dumps(bases["kvbits"])
     if not args.users:
         _install()
@@ -91,7 +92,7 @@ def engine(args: argparse.Namespace, context: int, requests: int, captured: list
     import sglang
 
     options: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": "auto" if args.model else "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "context_length": context,
@@ -246,6 +247,7 @@ def main() -> None:
     found.add_argument("--baseline", default="fa3", help="SGLang's own backend, of --format bf16")
     found.add_argument("--geometry", default="llama-3.1-8b")
     found.add_argument("--layers", type=int, help="fewer than the geometry has; rows say so")
+    found.add_argument("--model", type=Path, help="users: a folder of a model, instead of random weights")
     found.add_argument("--engine", default="{}", help="more options of the engine, JSON")
     found.add_argument("--shapes", nargs="*", default=[], help="BATCHxCONTEXT ..")
     found.add_argument(
@@ -269,6 +271,10 @@ def main() -> None:
     from run_files import append, this_run
 
     this_run()
+    if args.model and not args.users:
+        raise SystemExit("steps are timed with random weights; pass --users, or leave --model away")
+    if args.model:
+        args.geometry = args.model.name
     if args.users:
         run_turns(args)
         return

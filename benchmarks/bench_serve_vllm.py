@@ -372,6 +372,8 @@ class Served:
 
 
 def vocabulary(args: argparse.Namespace) -> int:
+    if args.model:
+        return json.loads((args.model / "config.json").read_text())["vocab_size"]
     return 1024 if args.geometry == "tiny" else 128256
 
 
@@ -654,7 +656,9 @@ def parser() -> argparse.ArgumentParser:
         "--profile", action="store_true", help="decode: afterwards, which kernels a step's microseconds go to"
     )
     found.add_argument("--speculate", type=int, help="decode, drafts: drafts of each sequence in a step")
-    found.add_argument("--model", type=Path, help="drafts: a folder of a model with its tokenizer")
+    found.add_argument(
+        "--model", type=Path, help="a folder of a model, instead of random weights; drafts: with its tokenizer"
+    )
     found.add_argument("--draft", type=Path, help="drafts: one of a smaller model with the same vocabulary")
     found.add_argument("--text", default="novel", help="drafts: see kvbits.evaluate.texts")
     found.add_argument("--answer", type=int, default=256, help="drafts: tokens that each sequence is continued by")

@@ -639,9 +639,7 @@ def test_a_format_is_chosen_for_the_context_and_the_requests(memory, engine, cal
     assert "kvbits_auto: kvbits_klt4 is chosen" in said and "kvbits_int8_centered holds 7" in said
     layout = options.FORMATS["kvbits_klt4"].layout(2, 64, 64, "float32")
     bits = 8 * layout.head_bytes / (64 * (64 + 64))
-    assert (
-        f"kvbits_klt4: {bits:.2f} bits with scales; 4,096 tokens fit, {16 / bits:.2f} times as many as of bf16" in said
-    )
+    assert f", {bits:.2f} bits with scales; 4,096 tokens fit, {16 / bits:.2f} times as many as of bf16" in said
     assert "KL 0.01230 nats (512 tokens, 2026-11-27): kvbits check M" in said
     assert len(generate(llm, [random_ids(70, 3)], 4)[0][0]) == 4
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from integrations import vllm_cpu
 from ops.test_dense_attention import kernel as dense_attention
+from transformers import Gemma3TextConfig, OPTConfig, PreTrainedConfig
 
 from kvbits import schemes
 from kvbits.errors import UnsupportedError
@@ -24,13 +25,13 @@ from kvbits.integrations import vllm
 from kvbits.integrations.engine import calibrated, prefill
 from kvbits.integrations.engine.layer import Layer
 from kvbits.integrations.engine.options import Options
-from kvbits.integrations.engine.served import LISTED, WIDEST, WIDEST_CALIBRATED
+from kvbits.integrations.engine.served import LISTED, RAW, WIDEST, WIDEST_CALIBRATED
 from kvbits.integrations.engine.step import Placer, Step
+from kvbits.integrations.engine.turns import page_turn
 from kvbits.integrations.vllm import dtypes, formats, releases, scheme_file
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import misspelt, options_of
 from kvbits.integrations.vllm.releases import BACKEND
-from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import install
 from kvbits.ops.long_queries import pages_of, passes
 from kvbits.ops.reference.dequantize import dequantize_pages
@@ -215,24 +216,25 @@ def test_refusals_give_the_way_out():
     assert not has_key_bias(SimpleNamespace(model_type="llama", attention_bias=False))
 
 
-@pytest.mark.parametrize("pairs", ["half", "interleaved"])
-def test_a_page_turns_as_the_rotary_embedding_of_vllm_does(pairs):
-    inv_freq = 10000.0 ** (-torch.arange(0, 48, 2) / 48)
-    angles = torch.arange(100)[:, None] * inv_freq
-    cache = 1.3 * torch.cat([angles.cos(), angles.sin()], 1)  # yarn scales both
-    module = SimpleNamespace(cos_sin_cache=cache, head_size=64, is_neox_style=pairs == "half")
-    want = turn_by(Rotary(inv_freq=tuple(inv_freq.tolist()), pairs=pairs), 64, PAGE_SIZE)
-    x = torch.randn(5, 64)
-    torch.testing.assert_close(turned_by(x, turn_of(module, 64)), turned_by(x, want), atol=1e-4, rtol=0)
-    assert turn_of(module, 128) is None
+def test_a_layer_turns_by_its_own_rotary_embedding():
+    """Those with a sliding window have another one; layers of speculation behind the model's turn as its last."""
+    by_kind = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    }
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    config = Gemma3TextConfig(num_hidden_layers=3, head_dim=64, layer_types=kinds, rope_parameters=by_kind)
+    slides, full, last, behind = (page_turn(config, i, torch.device("cpu")) for i in (0, 1, 2, 7))
+    for turn, theta, factor in ((slides, 1e4, 1), (full, 1e6, 8)):
+        rotary = Rotary(inv_freq=tuple((theta ** (-torch.arange(0, 64, 2) / 64) / factor).tolist()))
+        x = torch.randn(5, 64)
+        torch.testing.assert_close(turned_by(x, turn), turned_by(x, turn_by(rotary, 64, PAGE_SIZE)), atol=1e-4, rtol=0)
+    assert torch.equal(full, last) and torch.equal(last, behind)
 
 
-def test_rotary_embeddings_are_told_apart_by_the_window_of_a_layer():
-    by_kind = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
-    assert rope_parameters(SimpleNamespace(rope_parameters=by_kind), True) == {"rope_theta": 1e4}
-    assert rope_parameters(SimpleNamespace(rope_parameters=by_kind), False) == {"rope_theta": 1e6}
-    assert rope_parameters(SimpleNamespace(rope_parameters={"rope_theta": 5e5}), True) == {"rope_theta": 5e5}
-    assert rope_parameters(SimpleNamespace(), False) == {}
+def test_nobody_turns_keys_whose_rotary_embedding_is_unknown():
+    for config in (PreTrainedConfig(), OPTConfig(num_hidden_layers=1)):
+        assert page_turn(config, 0, torch.device("cpu")) is None
 
 
 lengths = st.lists(st.tuples(st.integers(1, 130), st.integers(0, 700)), min_size=1, max_size=6)
@@ -244,7 +246,7 @@ def test_passes_hold_every_key_that_is_seen_once_and_fit(rows, spare, window):
     most = query_lens.max() + PAGE_SIZE * (1 + spare) + (0 if window is None else window + PAGE_SIZE)
     seen = {row: [] for row in range(len(rows))}
     table = prefill.history_of(history, torch.zeros(len(rows), 11, dtype=torch.int32), window)
-    layout = formats.raw_layout(1, 64, 64, "float32")
+    layout = RAW.layout(1, 64, 64, "float32")
     for p in passes(pages_of([layout], [table]), query_lens, int(most)):
         assert p.starts[-1] <= most
         for _, row, entry, position, count, first in p.pages.tolist():
@@ -278,7 +280,7 @@ def dense(q, k, v, scaling, window, softcap):
 )
 def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, attend):
     """Scratch for all rows together, for some, and for slices of one row; none on a CPU."""
-    layout = formats.raw_layout(2, 64, values, "float32")
+    layout = RAW.layout(2, 64, values, "float32")
     scratch = prefill.Scratch(*(torch.full((rows, 2, d), torch.nan) for d in (64, values)))
     call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, attend, ())
     query_lens, history = np.array([5, 100, 0, 1, 64]), np.array([130, 400, 70, 64, 0])
@@ -381,8 +383,6 @@ def platform(monkeypatch):
         ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "kvbits_klt4", {}, True),
         ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "kvbits_klt4", {"raw_newest": 0}, False),
         ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "auto", {}, False),
-        ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", "kvbits_int8_centered", {}, True),
-        ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", "kvbits_int4", {}, False),
         ("vllm.v1.attention.backend:AttentionBackend.customize_spec", "kvbits_int4", {}, True),
         ("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", "kvbits_klt4", {}, False),
     ],

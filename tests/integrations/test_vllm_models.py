@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from kvbits.errors import UnsupportedError
+from kvbits.integrations.engine.flash import attend_by
 from kvbits.integrations.vllm import flash
 from kvbits.integrations.vllm.backend import HybridBackend, KVBitsBackend
 
@@ -498,9 +499,12 @@ def test_bands_are_for_heads_of_one_width_up_to_256(engine, name):
     ],
 )
 def test_prompts_are_refused_where_flash_attention_has_not_their_widths(monkeypatch, widths, version, served):
-    monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **asked: version)
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **asked: version)
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", function := object(), raising=False)  # a GPU's
     with nullcontext() if served else pytest.raises(UnsupportedError, match="are read with FlashAttention"):
-        assert flash.flash_for(torch.device("cuda"), *widths) is flash._of_version(version)
+        assert flash.flash_for(torch.device("cuda"), *widths) is attend_by(function, fa_version=version)
 
 
 def test_a_hybrid_may_follow_a_plain_model_of_equal_heads(model, engine, recurrent):

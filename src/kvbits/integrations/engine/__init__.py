@@ -5,6 +5,9 @@ options        copies of the newest and first pages, and a calibration: what use
 rings          which request has copies
 calibrated     what layers take whose keys are stored in a calibrated basis
 call           what layers have in common that are attended together; joining their results
+turns          how far keys turn from a page to the next
+announce       a line of the engine's log and a metric: what its cache holds and costs
+flash          the engine's own FlashAttention, for prompts on GPUs
 step           once per step: pages that open, tokens that are also kept in copies, which rows decode
 layer          once per layer: store the step's tokens, attend
 decode         rows that decode: a plan of fixed size over packed pages

@@ -46,7 +46,7 @@ def choose(
     """
     held, left_out = dict[str, int](), []
     for form in map(FORMATS.__getitem__, LISTED):
-        preset, found = form.scheme.name, found_by_check(model, form.name)
+        found = found_by_check(model, preset := form.scheme.name)
         name = form.name if engine == "vllm" else preset
         if not _takes(model, layers, form, engine):
             left_out.append(f"{name} does not take this model")
@@ -79,7 +79,7 @@ def choose(
 def _takes(model: ModelRef, layers: Sequence[LayerGeometry], form: Format, engine: str) -> bool:
     bias = has_key_bias(model.config)
     if engine == "vllm":
-        return not any(form.refuses(g.head_dim, g.value_head_dim, bias) for g in layers)
+        return not form.refuses_any(layers, bias)
     try:
         return not (bias and schemes.weak_to_key_bias(schemes.for_layers(form.scheme.name, tuple(layers))))
     except SpecError:

@@ -97,14 +97,14 @@ def read(
     )
 
 
-def found_by_check(model: ModelRef, form: str) -> checked.Checked | None:
-    """Return what `kvbits check` found of a format (`served.FORMATS`) on this model, or None."""
-    return checked.find(model, form.removeprefix("kvbits_"))
+def found_by_check(model: ModelRef, preset: str) -> checked.Checked | None:
+    """Return what `kvbits check` found of a preset on this model, or None."""
+    return checked.find(model, preset)
 
 
-def accuracy(model: ModelRef, form: str) -> str:
-    """Return one clause on what a format (`served.FORMATS`) costs a model, as far as it was measured."""
-    return checked.said(model, form.removeprefix("kvbits_"))
+def accuracy(model: ModelRef, scheme: str) -> str:
+    """Return one clause on what a preset, or the scheme of a file, costs a model, as far as it was measured."""
+    return checked.said(model, scheme)
 
 
 def place(name: str, revision: str | None, patterns: list[str] | None = None) -> str:

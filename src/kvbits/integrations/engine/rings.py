@@ -15,6 +15,26 @@ import numpy as np
 from ...errors import counted
 
 
+def beside_copies(logger: logging.Logger, count: int, most: int, request_bytes: int, memory_bytes: int) -> int:
+    """Return the bytes that are left for pages, and say in the log how many requests have copies.
+
+    Args:
+        count: of these requests (`served.copied_requests`), of `most` that can run at once.
+        request_bytes: of one request's copies in all layers.
+        memory_bytes: for the cache, copies included.
+    """
+    logger.info(
+        "copies of up to %d of %s at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without them is read"
+        " packed",
+        count,
+        counted(most, "request"),
+        count * request_bytes / 1e9,
+        memory_bytes / 1e9,
+        request_bytes / 1e6,
+    )
+    return memory_bytes - count * request_bytes
+
+
 class Rings:
     """Rings of copies by request, on the host.
 

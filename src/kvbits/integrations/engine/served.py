@@ -7,11 +7,12 @@ reads it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ... import schemes
 from ...errors import SpecError
-from ...spec import Copies, PageLayout, QuantSpec, Scheme
+from ...spec import Copies, LayerGeometry, PageLayout, QuantSpec, Scheme
 
 PAGE_SIZE = 64
 """Tokens of a page, which is a block of vLLM."""
@@ -88,6 +89,14 @@ class Format:
         """Flag that tells whether its layers need numbers of a calibration (`kvbits calibrate`)."""
         return self.scheme.needs_calibration
 
+    @property
+    def stored(self) -> str:
+        """Clause on how keys and values are stored, for a log."""
+        key, value = self.scheme.key, self.scheme.value
+        if key.has_offsets:
+            return f"{key.mean_bits:.3g}-bit keys in a calibrated basis, {value.mean_bits:.3g}-bit values"
+        return f"{'centred ' * (key.center is not None)}{key.format} keys, {value.format} values"
+
     def layout(self, num_kv_heads: int, head_dim: int, value_head_dim: int, raw_dtype: str = "bfloat16") -> PageLayout:
         """Return pages of one layer.
 
@@ -143,6 +152,10 @@ class Format:
             return str(e)
         return None
 
+    def refuses_any(self, layers: Iterable[LayerGeometry], key_bias: bool = False) -> str | None:
+        """Return why one of these layers cannot be served, as `refuses` does, or None."""
+        return next((why for g in layers if (why := self.refuses(g.head_dim, g.value_head_dim, key_bias))), None)
+
 
 FORMATS: dict[str, Format] = {
     f"kvbits_{name}": Format(
@@ -155,6 +168,8 @@ FORMATS: dict[str, Format] = {
     )
     for name in ("int8", "int8_centered", "int8k_int4v", "int4", "klt4", "klt3", "klt2")
 }
+RAW = Format(name="auto", scheme=schemes.get("raw", page_size=PAGE_SIZE, token_local=True))
+"""The model's own numbers: of engines' own dtype, and of layers that are skipped."""
 LISTED = ("kvbits_int8_centered", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
 """Formats that help, tables and messages show. Engines take the other names of `FORMATS`, too."""
 SCHEME = "kvbits_scheme"

@@ -17,17 +17,15 @@ from sglang.srt.runtime_context import get_parallel
 
 from ...errors import UnsupportedError
 from ...later import upload
-from ...quant.rotary import turn_by
-from ..engine.calibrated import accuracy
+from ..engine.announce import Announcement
 from ..engine.call import call_for
 from ..engine.decode import Decode
 from ..engine.layer import Layer
-from ..engine.metrics import publish
 from ..engine.prefill import prefills, scratch_for
 from ..engine.rings import Rings
 from ..engine.served import FORMATS, PAGE_SIZE
 from ..engine.step import Placer, Step
-from ..rotary import layers_of
+from ..engine.turns import page_turn
 from .flash import flash_for
 from .options import calibration_of, model_of, options_of
 from .pool import KVBitsPool, page_of
@@ -56,6 +54,7 @@ class KVBitsBackend(AttentionBackend):
             )
         self._pool, self._options = pool, options_of(pool.form)
         args, config = resolved_view(runner.server_args), runner.model_config
+        self._config = config
         self._rows = runner.req_to_token_pool
         self._req_to_token = self._rows.req_to_token
         self._requests, self._device = self._rows.size, torch.device(runner.device)
@@ -67,7 +66,6 @@ class KVBitsBackend(AttentionBackend):
         self._rings = Rings(min(pool.copied, self._requests), logger)
         self._ring_of = torch.full((len(self._req_to_token),), -1, dtype=torch.int32, device=self._device)
         self._calibration = calibration_of(pool.form, args) if pool.form.calibrated else None
-        self._turns = _turns(config.hf_text_config, self._device) if pool.layout.is_centered else {}
         self._layers = {m.layer_id: self._layer(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
         self._calls = list(dict.fromkeys(layer.call for layer in self._layers.values()))
         pages = len(pool.pages[0])
@@ -99,24 +97,18 @@ class KVBitsBackend(AttentionBackend):
         )
         self._slots = torch.zeros(self._requests * self._num_queries, dtype=torch.int64, device=self._device)
         if get_parallel().tp_rank == 0:
-            self._announce(name, args)
+            found = Announcement(
+                name=name,
+                model=model_of(args),
+                options=self._options,
+                bits=pool.layout.bits_per_element,
+                tokens=pool.size,
+            )
+            logger.info("%s", found.line())
+            if args.enable_metrics:
+                from prometheus_client import Gauge  # which reads SGLang's environment
 
-    def _announce(self, name: str, args: Any) -> None:
-        """Report in the log and, if it has some, in the engine's metrics what the format holds and costs."""
-        bits, tokens, model = self._pool.layout.bits_per_element, self._pool.size, model_of(args)
-        times, cost = 16 / bits, accuracy(model, name)
-        logger.info(
-            "%s: %.2f bits with scales; %s tokens fit, %.2f times as many as of bf16; %s",
-            name,
-            bits,
-            f"{tokens:,}",
-            times,
-            cost,
-        )
-        if args.enable_metrics:
-            from prometheus_client import Gauge  # which reads SGLang's environment
-
-            publish(Gauge, "sglang", model, name, bits=bits, tokens=tokens)
+                found.publish(Gauge, "sglang")
 
     def _layer(self, layer: RadixAttention) -> Layer:
         for what, there in (
@@ -142,7 +134,9 @@ class KVBitsBackend(AttentionBackend):
         attend = flash_for(self._device, layout.head_dim, layout.value_head_dim)
         rings = self._options.rings(self._pool.form, layout)
         call = call_for(layout, layer.tp_q_head_num, dtype, scaling, window, softcap, scratch, attend, rings)
-        found = Layer(str(layer.layer_id), call, self._device, turn=self._turns.get(layer.layer_id))
+        found = Layer(str(layer.layer_id), call, self._device)
+        if layout.is_centered:
+            found.turn = page_turn(self._config.hf_text_config, layer.layer_id, self._device)
         found.take_copies(max(1, self._rings.count))
         if self._calibration:
             rank = get_parallel()
@@ -233,14 +227,3 @@ class KVBitsBackend(AttentionBackend):
         return out.flatten(1)
 
     forward_decode = forward_extend
-
-
-def _turns(config: Any, device: torch.device) -> dict[int, torch.Tensor]:
-    """Return by how much each layer's keys turn from a page to the next; none where nobody knows."""
-    try:
-        layers = layers_of(config)
-    except UnsupportedError:
-        return {}
-    return {
-        i: turn_by(g.rotary, g.head_dim, PAGE_SIZE).to(device) for i, g in enumerate(layers) if g.rotary is not None
-    }

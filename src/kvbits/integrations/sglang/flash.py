@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...errors import UnsupportedError
-from ...ops.long_queries import Lengths
-from ..engine.call import Attend, Call
+from ..engine.call import Attend
+from ..engine.flash import attend_by
 
 
 def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Attend | None:
@@ -17,7 +17,7 @@ def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Atten
     """
     if device.type != "cuda":
         return None
-    from sgl_kernel.flash_attn import is_fa3_supported
+    from sgl_kernel.flash_attn import flash_attn_varlen_func, is_fa3_supported
 
     if not is_fa3_supported(device):
         have = ".".join(str(x) for x in torch.cuda.get_device_capability(device))
@@ -30,35 +30,4 @@ def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Atten
             f"prompts with keys of {head_dim} and values of {value_head_dim} channels are not read by sgl_kernel's"
             " FlashAttention 3 (one width up to 256, or up to 192 and 128); use another --attention-backend"
         )
-    return attend
-
-
-def attend(
-    call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Lengths,
-    causal: bool,
-    out: torch.Tensor,
-    wants_lse: bool,
-) -> torch.Tensor | None:
-    from sgl_kernel.flash_attn import flash_attn_varlen_func
-
-    window = (call.sliding_window - 1, 0) if causal and call.sliding_window else (-1, -1)
-    found = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        lengths.q_starts,
-        lengths.k_starts,
-        lengths.max_q,
-        lengths.max_k,
-        softmax_scale=call.scaling,
-        causal=causal,
-        window_size=window,
-        softcap=call.softcap or 0.0,
-        return_softmax_lse=wants_lse,
-        out=out,
-    )
-    return found[1].transpose(0, 1) if wants_lse else None
+    return attend_by(flash_attn_varlen_func)

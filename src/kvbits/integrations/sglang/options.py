@@ -107,19 +107,16 @@ def resolve(server_args: Any, previous: Any) -> None:
                 f"prompts in captured graphs ({view.cuda_graph_config.prefill.backend}): kvbits' are laid out on the"
                 " host; leave it away"
             )
-        declare_resolution(
-            server_args,
-            "kvbits",
-            cuda_graph_config=with_phase(view.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED),
-        )
+        graphs = with_phase(view.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+        declare_resolution(server_args, "kvbits", cuda_graph_config=graphs)
     if form.calibrated:  # made now, while this is the only process
         calibration_of(form, view)
-    if view.page_size is None:
-        declare_resolution(server_args, "kvbits", page_size=PAGE_SIZE)
+    own: dict[str, Any] = {"page_size": PAGE_SIZE}
     if view.speculative_algorithm and view.speculative_num_draft_tokens is None:
-        declare_resolution(server_args, "kvbits", speculative_num_draft_tokens=MAX_QUERIES)
+        own["speculative_num_draft_tokens"] = MAX_QUERIES
     if view.enable_hierarchical_cache:
-        declare_resolution(server_args, "kvbits", hicache_mem_layout=HOST_LAYOUT)
+        own["hicache_mem_layout"] = HOST_LAYOUT
+    declare_resolution(server_args, "kvbits", **own)
     options_of(form)  # refused here, before a model is loaded
 
 
@@ -253,8 +250,7 @@ def check_model(form: Format, model_config: Any, ranks: int) -> None:
         raise UnsupportedError(
             f"this model {how}, which kvbits' backend for SGLang does not read; use another --attention-backend"
         )
-    bias = has_key_bias(config)
-    if why := next((why for g in layers if (why := form.refuses(g.head_dim, g.value_head_dim, bias))), None):
+    if why := form.refuses_any(layers, has_key_bias(config)):
         raise UnsupportedError(why)
     if (
         len({(g.num_kv_heads, g.head_dim, g.value_head_dim) for g in layers}) > 1

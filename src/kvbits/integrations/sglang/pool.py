@@ -10,9 +10,10 @@ import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from ...errors import UnsupportedError, counted
+from ...errors import UnsupportedError
 from ...spec import PageLayout
 from ..engine.call import RAW_DTYPES
+from ..engine.rings import beside_copies
 from ..engine.served import FORMATS, PAGE_SIZE, Format, copied_requests
 from .options import REQUESTS, format_of, options_of
 
@@ -98,46 +99,27 @@ def pool_class(original: Any, configurator: Any, *, kind: str, default: type) ->
     return _class_of(form.name, _COPIED.get(id(configurator), 0))
 
 
-def _kv_heads(configurator: Any) -> int:
-    """Return how many kv heads a rank has."""
-    return configurator.model_config.get_num_kv_heads(resolved_view(configurator.server_args).tp_size)
+def _layout(form: Format, configurator: Any) -> PageLayout:
+    """Return pages of a layer of a rank."""
+    config, args = configurator.model_config, resolved_view(configurator.server_args)
+    heads, raw_dtype = config.get_num_kv_heads(args.tp_size), RAW_DTYPES[configurator.kv_cache_dtype]
+    return form.layout(heads, config.head_dim, config.v_head_dim, raw_dtype)
 
 
 def cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> int:
     """Wrap `DefaultPoolConfigurator._compute_cell_size`: bytes of a token in all layers of a rank."""
-    form, config = format_of(configurator.server_args), configurator.model_config
-    if form is None:
+    if (form := format_of(configurator.server_args)) is None:
         return original(sizes, configurator, num_layers)
-    return (
-        num_layers
-        * _kv_heads(configurator)
-        * form.layout(1, config.head_dim, config.v_head_dim).head_bytes
-        // PAGE_SIZE
-    )
+    return num_layers * _layout(form, configurator).page_size_bytes // PAGE_SIZE
 
 
 def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
     """Wrap `KVCacheConfigurator._profile_available_bytes`: without what copies take, whose number is decided here."""
-    form, config, found = (
-        format_of(configurator.server_args),
-        configurator.model_config,
-        original(configurator, pre_model_load_memory),
-    )
-    if form is None or not options_of(form).copies:
+    form, found = format_of(configurator.server_args), original(configurator, pre_model_load_memory)
+    if form is None or not (options := options_of(form)).copies:
         return found
-    layout = form.layout(
-        _kv_heads(configurator), config.head_dim, config.v_head_dim, RAW_DTYPES[configurator.kv_cache_dtype]
-    )
-    of_layer = sum(ring.nbytes for ring in options_of(form).rings(form, layout))
+    of_layer = sum(ring.nbytes for ring in options.rings(form, _layout(form, configurator)))
     of_request = configurator.layer_info.num_effective_layers * of_layer
     most = resolved_view(configurator.server_args).max_running_requests or REQUESTS
-    _COPIED[id(configurator)] = copied = copied_requests(found, of_request, most, options_of(form).copies_share)
-    logger.info(
-        "copies of up to %s at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without them"
-        " is read packed",
-        counted(copied, "request"),
-        copied * of_request / 1e9,
-        found / 1e9,
-        of_request / 1e6,
-    )
-    return found - copied * of_request
+    _COPIED[id(configurator)] = copied = copied_requests(found, of_request, most, options.copies_share)
+    return beside_copies(logger, copied, most, of_request, found)

@@ -68,6 +68,6 @@ def _scheme(name: str, path: str, config: Any) -> Scheme:
     layers = layer_geometries(config)
     if name == SCHEME:
         return schemes.for_layers(schemes.read(path), layers)
-    if why := next((why for g in layers if (why := FORMATS[name].refuses(g.head_dim, g.value_head_dim))), None):
+    if why := FORMATS[name].refuses_any(layers):
         raise UnsupportedError(why)
     return schemes.for_layers(FORMATS[name].scheme.name, layers)

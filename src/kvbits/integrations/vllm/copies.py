@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import counted
 from ..engine.place import Copies
-from ..engine.rings import Rings
+from ..engine.rings import Rings, beside_copies
 from ..engine.served import copied_requests
 from . import releases
 from .formats import NAMES, PAGE_SIZE
@@ -87,23 +86,14 @@ def sized(worker: Any, available: int) -> int:
     for impl in impls:
         impl.settle()
     of_request = sum(impl.ring_bytes for impl in impls)
-    count = config.scheduler_config.max_num_seqs
+    count = most = config.scheduler_config.max_num_seqs
     if of_request:
-        count = copied_requests(available, of_request, count, options_of(config).copies_share)
+        count = copied_requests(available, of_request, most, options_of(config).copies_share)
     count = _least(count)
     worker.kvbits_copies = pool = Pool(worker.model_runner, Rings(count, logger))
     for impl in impls:
         impl.pool = pool
-    logger.info(
-        "copies of up to %d of %s at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without"
-        " them is read packed",
-        count,
-        counted(config.scheduler_config.max_num_seqs, "request"),
-        count * of_request / 1e9,
-        available / 1e9,
-        of_request / 1e6,
-    )
-    return available - count * of_request
+    return beside_copies(logger, count, most, of_request, available)
 
 
 def has_copies(vllm_config: Any) -> bool:

@@ -38,13 +38,13 @@ def install(platform: Any) -> None:
 
 def _naming(original: Callable[..., None]) -> Callable[..., None]:
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        cache = vllm_config.cache_config
+        if (cache := vllm_config.cache_config) is None:
+            return original(vllm_config)
         named = releases.takes_names()
-        asked = not named or (cache is not None and cache.cache_dtype in NAMES)
-        if why := misspelt(vllm_config.additional_config, asked):
+        if why := misspelt(vllm_config.additional_config, not named or cache.cache_dtype in NAMES):
             raise UnsupportedError(why)
         name = options_of(vllm_config, copied=COPIED).named  # no dtype is known yet
-        if name is not None and cache is not None:
+        if name is not None:
             if named:
                 raise UnsupportedError(
                     f'additional_config["kvbits"] has the dtype {name}, which is for vLLM before 0.33; pass'
@@ -56,14 +56,15 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
                     " one of them away"
                 )
             cache.cache_dtype = name
-        if cache is not None and cache.cache_dtype == AUTO:
+        if cache.cache_dtype == AUTO:
             cache.cache_dtype = _chosen(cls, vllm_config)
-        if cache is not None and cache.cache_dtype in NAMES:
-            needs = releases.needs_of(vllm_config, has_copies(vllm_config))  # refuses options that are never read
-            if why := releases.CONTRACT.refuses(*needs):
+        if cache.cache_dtype in NAMES:
+            # `has_copies` refuses options that are never read
+            needs = {releases.COPIES: has_copies(vllm_config), releases.CLOSED: not named}
+            if why := releases.CONTRACT.refuses(*(feature for feature, needed in needs.items() if needed)):
                 raise UnsupportedError(f"--kv-cache-dtype {cache.cache_dtype}: {why}")
         original(vllm_config)
-        if name is not None and cache is not None and not cache.user_specified_block_size:
+        if name is not None and not cache.user_specified_block_size:
             cache.block_size = PAGE_SIZE  # a default of the platform, which asks no backend
 
     return check_and_update_config

@@ -13,12 +13,12 @@ import torch
 
 from ...errors import UnsupportedError
 from ...ops import dispatch
-from ...spec import PageLayout, QuantSpec
+from ...spec import PageLayout
 from ..engine.automatic import AUTO
 from ..engine.call import RAW_DTYPES
-from ..engine.served import FORMATS, LISTED, PAGE_SIZE, SCHEME, Format
+from ..engine.served import FORMATS, LISTED, PAGE_SIZE, RAW, SCHEME, Format
 
-__all__ = ["AUTO", "FORMATS", "NAMES", "PAGE_SIZE", "RAW_DTYPES", "SCHEME", "SHOWN", "Format"]
+__all__ = ["AUTO", "FORMATS", "NAMES", "PAGE_SIZE", "RAW", "RAW_DTYPES", "SCHEME", "SHOWN", "Format"]
 
 TAGS = {
     "kvbits_int8": torch.int8,
@@ -40,7 +40,7 @@ nothing of: few layers, of any model.
 """
 PLACEHOLDER = torch.bool
 """Tag of layers that have not been told their format yet."""
-_BY_TAG = {tag: FORMATS[name] for name, tag in TAGS.items()}
+_BY_TAG = {tag: FORMATS[name] for name, tag in TAGS.items()} | dict.fromkeys(RAW_DTYPES, RAW)
 _SPARE_TAGS = (
     torch.complex64,
     torch.complex128,
@@ -70,12 +70,6 @@ def tag_for(form: Format) -> torch.dtype:
     return tag
 
 
-def raw_layout(num_kv_heads: int, head_dim: int, value_head_dim: int, raw_dtype: str) -> PageLayout:
-    """Return pages of a layer that keeps the model's own values (`--kv-cache-dtype auto`, or a layer skipped)."""
-    raw, heads = QuantSpec.raw(), {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
-    return PageLayout(key=raw, value=raw, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **heads)
-
-
 def layout_for(
     kv_cache_dtype: str, num_kv_heads: int, head_dim: int, value_head_dim: int, model_dtype: torch.dtype
 ) -> PageLayout:
@@ -85,13 +79,12 @@ def layout_for(
         UnsupportedError: a dtype that is none of these.
     """
     raw_dtype = RAW_DTYPES[model_dtype]
-    if kv_cache_dtype in ("auto", raw_dtype):
-        return raw_layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
-    if kv_cache_dtype not in FORMATS:
+    form = RAW if kv_cache_dtype in ("auto", raw_dtype) else FORMATS.get(kv_cache_dtype)
+    if form is None:
         raise UnsupportedError(
             f"kv_cache_dtype={kv_cache_dtype!r} is not a format of kvbits; known: auto, {', '.join(LISTED)}"
         )
-    return FORMATS[kv_cache_dtype].layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
+    return form.layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
 
 
 def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_head_dim: int) -> PageLayout:
@@ -100,11 +93,9 @@ def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_he
     Raises:
         UnsupportedError: a torch dtype that stands for no format.
     """
-    if dtype in RAW_DTYPES:
-        return raw_layout(num_kv_heads, head_dim, value_head_dim, RAW_DTYPES[dtype])
     if dtype not in _BY_TAG:
         raise UnsupportedError(f"pages of {dtype} are not a format of kvbits; known: auto, {', '.join(LISTED)}")
-    return _BY_TAG[dtype].layout(num_kv_heads, head_dim, value_head_dim)
+    return _BY_TAG[dtype].layout(num_kv_heads, head_dim, value_head_dim, RAW_DTYPES.get(dtype, "bfloat16"))
 
 
 @functools.lru_cache(maxsize=64)
@@ -115,10 +106,7 @@ def refuses_pages(kv_cache_dtype: str, head_dim: int, raw_dtype: str) -> str | N
     """
     if kv_cache_dtype == SCHEME:
         return None
-    form = FORMATS.get(kv_cache_dtype)
-    found = dispatch.natives(
-        form.layout(1, head_dim, head_dim, raw_dtype) if form else raw_layout(1, head_dim, head_dim, raw_dtype)
-    )
+    found = dispatch.natives(FORMATS.get(kv_cache_dtype, RAW).layout(1, head_dim, head_dim, raw_dtype))
     why = next(
         (why for op in ("store", "decode", "unpack") if (why := found.get(op, {}).get("cuda"))),
         None,

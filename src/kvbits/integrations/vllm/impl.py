@@ -18,12 +18,12 @@ from ...spec import PageLayout
 from ..engine.call import call_for
 from ..engine.layer import Layer
 from ..engine.prefill import scratch_for
+from ..engine.turns import page_turn
 from . import calibrated, formats, observe
 from .copies import Pool
 from .flash import flash_for
 from .metadata import KVBitsMetadata
 from .options import options_of
-from .rotary import page_turn, rope_parameters
 from .scheme_file import layer_formats
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ class KVBitsImpl(AttentionImpl):
         self.pool, self.ring_bytes = Pool(), 0  # of copies; bytes of a request's in this layer
         self.options = options_of(config)
         self._drafts = config.model_config.runner_type == "draft"
-        self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
         # what cannot be is refused now; which layer this is nobody says before the model is there
         form = formats.FORMATS.get(kv_cache_dtype)
         if form and (why := form.refuses(head_size, head_size, has_key_bias(config.model_config.hf_text_config))):
@@ -192,9 +191,9 @@ class KVBitsImpl(AttentionImpl):
             self._target.lends = True
         if self.options.observe and not self._target_name:
             self.moments = observe.moments(self._config, self._found()[0], self.num_kv_heads)
-        turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
-        if turn is not None:
-            self.stored.turn = turn.to(self._device)
+        if self.call.layout.is_centered:
+            config = self._config.model_config.hf_text_config
+            self.stored.turn = page_turn(config, self._found()[0], self._device)
 
     def forward(
         self,

@@ -12,13 +12,12 @@ import typing
 from typing import Any
 
 from ...contract import Contract, calls, overrides, reads, see, wraps
-from .formats import FORMATS, HEADS, NAMES, PLACEHOLDER, TAGS
+from .formats import NAMES, PLACEHOLDER, TAGS
 
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
-AUTOMATIC, COPIES, CENTRED, CLOSED, LOG = (
+AUTOMATIC, COPIES, CLOSED, LOG = (
     "kvbits_auto on GPUs",
     "copies",
-    "centred keys",
     "dtypes named by --additional-config",
     "lines of the log, of metrics and of the help",
 )
@@ -126,12 +125,6 @@ CONTRACT = Contract(
         calls("vllm.distributed:get_tensor_model_parallel_world_size"),
         calls("vllm.distributed:get_pp_group"),
         calls("vllm.distributed:get_world_group"),
-        reads("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", "items", feature=CENTRED),
-        reads(
-            "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
-            "head_size is_neox_style",
-            feature=CENTRED,
-        ),
         calls(
             "vllm.v1.attention.backends.fa_utils:get_flash_attn_version",
             "head_size head_size_v has_sinks",
@@ -171,25 +164,12 @@ CONTRACT = Contract(
         reads("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "input_batch requests", feature=COPIES, loaded=False),
         reads("vllm.v1.worker.gpu_input_batch:InputBatch", "req_ids", feature=COPIES, loaded=False),
         # what is said
-        reads("vllm.v1.kv_cache_interface:KVCacheConfig", "kv_cache_groups kv_cache_tensors", feature=LOG),
-        reads("vllm.v1.kv_cache_interface:KVCacheGroupSpec", "kv_cache_spec layer_names", feature=LOG),
         wraps("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", "vllm_config kv_cache_config", feature=LOG),
         wraps("vllm.v1.metrics.loggers:PrometheusStatLogger.log_metrics_info", "type config_obj", feature=LOG),
         reads("vllm.v1.metrics.loggers:PrometheusStatLogger", "_gauge_cls vllm_config", feature=LOG),
         reads("vllm.engine.arg_utils:_compute_kwargs", feature=LOG, loaded=False),
     ),
 )
-
-
-def needs_of(vllm_config: Any, copies: bool) -> tuple[str, ...]:
-    """Return the features that an engine of a kvbits dtype needs.
-
-    Args:
-        copies: whether layers may have copies.
-    """
-    form = FORMATS.get(vllm_config.cache_config.cache_dtype, FORMATS[HEADS])  # a file or drafts may have any
-    needs = {CENTRED: form.scheme.key.center is not None, COPIES: copies, CLOSED: not takes_names()}
-    return tuple(feature for feature, needed in needs.items() if needed)
 
 
 def takes_names() -> bool:
