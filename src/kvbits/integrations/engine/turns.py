@@ -19,8 +19,8 @@ _turns = WeakIdKeyDictionary()
 def page_turn(config: Any, layer: int, device: torch.device) -> torch.Tensor | None:
     """Return `Layer.turn` of a layer of the whole model.
 
-    It is None for layers without a rotary embedding, and where Transformers does not tell the model's. Means then start as they are, which costs
-    accuracy alone. Layers of speculation behind the model's turn as its last one.
+    It is None for layers without a rotary embedding, and where Transformers does not tell the model's. Means then start
+    as they are, which costs only accuracy. Layers of speculation behind the model's turn as its last one.
 
     Args:
         config: a Transformers configuration, with which results are kept.
