@@ -186,8 +186,8 @@ def preset_table(benchmarks: Path) -> str:
         other = ", ".join(dict.fromkeys(str(r["derived"]["gpu"]["name"]) for _, r in derived))
         before, after = dated(known[r["run"]] for _, r in derived), dated(r["derived"] for _, r in derived)
         notes.append(
-            f"The speed of {_listed(names)} is derived. It divides the first edition's on the H200 ({before}) by the"
-            f" time that the second takes of the first's on one {other} ({after})."
+            f"The speed of {_listed(names)} is derived. The first edition's on the H200 ({before}) is divided by"
+            f" how much longer the second takes on one {other} ({after})."
         )
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
         notes.append(

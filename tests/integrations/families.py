@@ -638,14 +638,15 @@ def census() -> str:
     taken, dense = found.pop("yes"), found.pop("dense")
     rows = [f"| {', '.join(f'`{x}`' for x in k)} | {why} |" for why, k in sorted(found.items(), key=lambda x: x[1])]
     return (
-        f"Of {len(kinds)} families of Transformers {transformers.__version__} that generate text from text or images,"
-        f" {len(taken)} are taken by their configuration, {len(dense)} more with `dense=True`"
-        f" ({', '.join(f'`{x}`' for x in dense)}), {len(kinds) - len(taken) - len(dense)} are refused:\n\n| refused"
-        " `model_type` | what it does that pages do not |\n|---|---|\n"
+        f"Transformers {transformers.__version__} has {len(kinds)} families that generate text from text or images:\n\n"
+        f"- {len(taken)} are taken by their configuration.\n"
+        f"- {len(dense)} more are taken with `dense=True`: {', '.join(f'`{x}`' for x in dense)}.\n"
+        f"- {len(kinds) - len(taken) - len(dense)} are refused:\n\n"
+        "| refused `model_type` | what it does that pages do not |\n|---|---|\n"
         + "\n".join(rows)
-        + f"\n\nThe tiny models of the next tables are of {len(named())} of these families. {len(others())} more decode"
-        " the stock cache's 40 tokens in a tiny model of their default configuration"
-        f" (`tests/integrations/shrunk.py`). Of {len(UNBUILT)} no tiny model was made.\n"
+        + f"\n\nThe next tables have tiny models of {len(named())} of these families. {len(others())} more decode the"
+        " stock cache's 40 tokens in a tiny model of their default configuration (`tests/integrations/shrunk.py`)."
+        f" {len(UNBUILT)} have no tiny model.\n"
     )
 
 
