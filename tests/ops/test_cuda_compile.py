@@ -119,8 +119,8 @@ def variants():
     "key, value, options", variants(), ids=lambda x: x.format if isinstance(x, QuantSpec) else str(x)
 )
 def test_attention_kernels_spill_no_more_than_stated(key, value, options, capability, spilt):
-    if not ALL and capability == (8, 9) and key.format != "int4":
-        pytest.skip("sm_89 runs the code of sm_80; one format by default")
+    if not ALL and capability < (9, 0) and key.format != "int4":
+        pytest.skip("one format before Hopper by default")
     kernel = attend_kernel(key, value, capability, **options)
     assert kernel.shared_bytes <= driver.shared_limit(capability)
     binary = compiled(kernel.source.name, dict(kernel.defines), capability)
@@ -358,6 +358,8 @@ def test_the_kernel_that_stores_banded_codes_compiles_before_hopper(tokens):
 )
 def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_dim, dtype, capability):
     layout = layout_of(key, value, head_dim)
+    if not ALL and capability == (8, 0) and not key.center:
+        pytest.skip("centred keys, which take the most registers, before Hopper by default")
     if why := store_cuda.refuses_layout(layout, capability):
         assert "fp8" in why
         return
