@@ -43,8 +43,15 @@ def read_from(cache, row, group=0):
 
 
 @needs_library
-@pytest.mark.parametrize("copies", [ONE, TWO], ids=["one kind", "two kinds"])
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(
+    "copies, backend",
+    [
+        pytest.param(ONE, "reference", id="one kind, reference", marks=pytest.mark.night),
+        pytest.param(TWO, "reference", id="two kinds, reference"),
+        pytest.param(ONE, "auto", id="one kind"),
+        pytest.param(TWO, "auto", id="two kinds"),
+    ],
+)
 def test_attention_reads_each_token_from_the_copy_that_the_scheme_says(copies, backend):
     """Against float64 attention over what the scheme says: appends of one and of many, ragged rows, forks, crops."""
     torch.manual_seed(0)

@@ -72,15 +72,15 @@ def test_a_preset_that_changed_is_not_measured(folder, home, monkeypatch):
 
 def test_an_engine_says_what_was_measured_or_that_nothing_was(folder, home):
     config = ModelRef(folder).config
-    unknown = accuracy(ModelRef(folder, config), "kvbits_klt4")
+    unknown = accuracy(ModelRef(folder, config), "klt4")
     assert "not measured" in unknown and f"kvbits check {folder} --scheme klt4" in unknown
     checked.keep(ModelRef(folder), "klt4", FOUND)
-    assert accuracy(ModelRef(folder, config), "kvbits_klt4") == (
+    assert accuracy(ModelRef(folder, config), "klt4") == (
         "KL 0.00152 nats (1,022 tokens, 2026-11-27): kvbits check M --scheme klt4"
     )
     checked.keep(ModelRef(folder), "klt3", Checked(passed=False, kl=1.5, tokens=2, day="2026-11-27", command="c"))
-    assert "fails" in accuracy(ModelRef(folder, config), "kvbits_klt3")
-    assert "not measured" in accuracy(ModelRef("nobody/has-this-model", config), "kvbits_klt4")
+    assert "fails" in accuracy(ModelRef(folder, config), "klt3")
+    assert "not measured" in accuracy(ModelRef("nobody/has-this-model", config), "klt4")
 
 
 def test_weights_that_cannot_be_read_are_not_measured(folder, home, monkeypatch):

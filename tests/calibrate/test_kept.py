@@ -244,6 +244,7 @@ def test_a_calibration_is_taken_from_its_file(folder, made, home):
         KVCache.for_model(model, "klt4", calibration=7)
 
 
+@pytest.mark.night
 def test_eval_takes_what_is_kept_where_it_saw_no_text_that_is_measured_on(folder, made, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBITS_CACHE", str(made))
     (file,) = (made / "calibrations").glob("*.safetensors")
