@@ -288,6 +288,7 @@ def test_eval_takes_what_is_kept_where_it_saw_no_text_that_is_measured_on(folder
     )
 
 
+@pytest.mark.night
 def test_one_calibration_serves_eval_check_and_calibrate(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path / "home"))
 

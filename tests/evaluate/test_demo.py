@@ -125,6 +125,7 @@ def test_the_demo_text_is_long_enough_for_a_long_context():
     assert len(novel()) > 100_000
 
 
+@pytest.mark.night
 @embedded
 def test_schemes_that_need_a_calibration_get_one_from_text_that_is_not_scored(monkeypatch):
     assert novel_start().content + novel_end().content == novel()

@@ -67,9 +67,12 @@ def pasted(draw):
     return stated | more.get(kind, {})
 
 
+ANSWERS = 80
+
+
 def cases():
     draw = random.Random(5)
-    for i in range(200):
+    for i in range(ANSWERS):
         ask = {
             "gpus": draw.choice([1, 1, 2, 4, 8, 16]),
             "context": round(2 ** draw.uniform(0, 21)),
@@ -100,7 +103,7 @@ def planned(case, folder):
 
 
 @needs_browser
-def test_two_hundred_answers_are_those_of_the_command(tmp_path):
+def test_random_answers_are_those_of_the_command(tmp_path):
     asked = list(cases())
     probe = f"""<script>addEventListener("load", () => {{
         const data = JSON.parse(document.getElementById("plan-data").textContent);
@@ -115,7 +118,7 @@ def test_two_hundred_answers_are_those_of_the_command(tmp_path):
     answers = json.loads(
         html.unescape(re.search(r'data-answers="([^"]*)"', browse(path, tmp_path / "profile")).group(1))
     )
-    assert len(answers) == 200 and 20 < sum(a is None for a in answers) < 120
+    assert len(answers) == ANSWERS and 0.1 < sum(a is None for a in answers) / ANSWERS < 0.6
     for case, answer in zip(asked, answers, strict=True):
         assert answer == planned(case, tmp_path), case
 
