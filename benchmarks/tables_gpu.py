@@ -580,9 +580,8 @@ def beside_fp8() -> str:
     sources = ((data, used), (judged, kl.values()))
     made = [of["runs"][r["run"]] for of, some in sources for r in some]
     return (
-        f"{table(header, lines)}\n\nOne H200, Llama-3.1-8B's geometry, over bf16; KL in nats,"
-        f" {next(iter(kl.values()))['model']} decoding in bfloat16, empty where no GPU measured it;"
-        f" {runs.dated(made)}."
+        f"{table(header, lines)}\n\nOne H200 served Llama-3.1-8B's geometry; ratios are to bf16. KL is in nats, of"
+        f" {next(iter(kl.values()))['model']}, decoding in bfloat16. Runs: {runs.dated(made)}."
     )
 
 
