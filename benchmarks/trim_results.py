@@ -39,7 +39,7 @@ NEEDED = {
     "gsm8k": "chosen",
     "mmlu": "chosen",
 }
-"""What a run that goes on would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to
+"""What a run that continues would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to
 go on from it.
 """
 DIGITS = 6
