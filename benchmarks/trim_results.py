@@ -40,7 +40,7 @@ NEEDED = {
     "mmlu": "chosen",
 }
 """What a run that continues would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to
-go on from it.
+continue it.
 """
 DIGITS = 6
 
