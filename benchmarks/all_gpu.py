@@ -9,7 +9,7 @@ first, at one commit.
 Before anything is timed, kernels are compiled by several processes at once, into the caches on disk; timings run alone.
 A part that fails, takes longer than its limit or needs a package that is not there leaves the others alone. A part is
 skipped where all_gpu.json in the folder of results says that it was done at this commit on this kind of GPU, so a
-command that was stopped goes on where it was; a part whose rows make ratios with those of another process ("serve-..",
+command that was stopped continues where it was; a part whose rows make ratios with those of another process ("serve-..",
 over "serve-bf16") counts as done only where both were measured in one session, on one machine. With --limit a part
 begins only if it ended within the time that is left when it last ran.
 

@@ -114,7 +114,7 @@ def require_heads(name: str, layers: Sequence[LayerGeometry], multiple: int) -> 
     """Refuse heads that an engine does not store in the format of the peer `name`.
 
     Args:
-        multiple: of which head_dim must be a multiple; 0 for a power of two.
+        multiple: number that must divide head_dim; 0 if head_dim must be a power of two.
 
     Raises:
         UnsupportedError: naming the head_dim.

@@ -156,7 +156,7 @@ def append(
 
     Args:
         rows: what was measured.
-        sections: further lists of rows, by name, of what is no row of the main table.
+        sections: further lists of rows, by name, for what does not belong into the main table.
         facts: what holds for all of them, such as a copy's bandwidth or a model's name; it goes into the run's record.
             A later call of the same process may add facts and may not change any.
 

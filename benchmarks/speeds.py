@@ -88,7 +88,7 @@ def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def _of_today(data: dict[str, Any], name: str = "scheme") -> dict[str, Any]:
-    """A file's data without rows of caches whose format is another one today."""
+    """Return a file's data without rows of caches whose format has changed since."""
     return data | {"rows": [r for r in data["rows"] if not outdated(r[name], data["runs"][r["run"]])]}
 
 
@@ -197,7 +197,7 @@ SERVED = {
 }
 """What is drawn of rows of bench_serve_vllm.py: their mode, the number, its unit, where it was measured."""
 BEST = ("largest", "highest")
-"""Rows of which each cache has one of its own batch: its largest, or the highest rate that it held."""
+"""Kinds of rows that each cache has at a batch of its own: its largest, or the highest rate that it held."""
 
 
 def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def group_of(name: str) -> str:
 
 
 class Profiled:
-    """An engine's `step`, of which `STEPS` run under torch.profiler.
+    """An engine's `step` that runs `STEPS` times under torch.profiler.
 
     Args:
         batch: sequences that must all be among a step's outputs for it to count.

@@ -498,10 +498,10 @@ def small() -> str:
     ]
     names = ", ".join(f"`{n}`" for n in dict.fromkeys(r["scheme"] for r in rows))
     said = (
-        f"{names} ran with 1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128. Packed attention"
-        f" is {min(few):.2f} to {max(few):.2f} times as fast as the best 16-bit kernel at two kinds of sizes: sequences"
-        f" of 256 tokens, and layers of at most 8 MiB in 16 bits. It is {min(many):.2f} to {max(many):.2f} times as fast"
-        " at every larger size."
+        f"{names} ran with 1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128. A size is small"
+        " if sequences have 256 tokens, or if a layer takes at most 8 MiB in 16 bits. At small sizes packed attention"
+        f" is {min(few):.2f} to {max(few):.2f} times as fast as the best 16-bit kernel. At all larger sizes packed"
+        f" attention is {min(many):.2f} to {max(many):.2f} times as fast."
     )
     return f"{said}\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --small')}"
 
@@ -580,9 +580,8 @@ def beside_fp8() -> str:
     sources = ((data, used), (judged, kl.values()))
     made = [of["runs"][r["run"]] for of, some in sources for r in some]
     return (
-        f"{table(header, lines)}\n\nOne H200, Llama-3.1-8B's geometry, over bf16; KL in nats,"
-        f" {next(iter(kl.values()))['model']} decoding in bfloat16, empty where no GPU measured it;"
-        f" {runs.dated(made)}."
+        f"{table(header, lines)}\n\nOne H200 served Llama-3.1-8B's geometry; ratios are to bf16. KL is in nats, of"
+        f" {next(iter(kl.values()))['model']}, decoding in bfloat16. Runs: {runs.dated(made)}."
     )
 
 

@@ -134,7 +134,10 @@ def numbers(benchmarks: Path) -> str:
         f"**{faster:.1f} times** the speed of attention",
         f"**{_kl(worst)}** nats of KL",
     )
-    where = f"All three compare `{HEADLINE}` with 16 bits at {HELD_AT:,} tokens ([conditions](#which-preset))."
+    where = (
+        f"All three compare the preset `{HEADLINE}`, {_held(HEADLINE):.1f} bits a number, with 16 bits at"
+        f" {HELD_AT:,} tokens ([conditions](#which-preset))."
+    )
     return _between(NUMBERS, f"{' · '.join(parts)}.\n{where}")
 
 
@@ -168,8 +171,8 @@ def preset_table(benchmarks: Path) -> str:
         faster = f"{min(ratios):.1f}-{max(ratios):.1f}x" if ratios else UNMEASURED
         rows.append([f"`{name}`", when, f"{_held(name):.1f}", _kl(_worst(found)) if found else UNMEASURED, faster])
     notes = [
-        f"**Bits** are what one number takes at {HELD_AT:,} tokens in heads of {HEAD_DIM} channels. They count scales"
-        " and the newest tokens, which stay in 16 bits.",
+        f"**Bits** are what one number takes at {HELD_AT:,} tokens in heads of {HEAD_DIM} channels, with scales and"
+        " the newest tokens, which stay in 16 bits.",
         "**Worst KL** is how far predictions lie from the 16-bit cache's, in nats, on the worst model."
         f" {_judged(judged)} [Each model](docs/results/evaluation.md) has its own figures.",
     ]
@@ -177,8 +180,8 @@ def preset_table(benchmarks: Path) -> str:
         rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in timed))
         shapes = len({r["shape"] for r in timed})
         notes.append(
-            f"**Speed** is that of attention for one new token over the fastest 16-bit kernel ({rivals}): the worst and"
-            f" the best of {shapes} shapes on an H200. The number at the top is that of 32 sequences of"
+            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) on an H200: the"
+            f" worst and the best of {shapes} shapes. The speed at the top of this page has 32 sequences of"
             f" {HELD_AT:,} tokens."
         )
     if derived:
@@ -186,13 +189,15 @@ def preset_table(benchmarks: Path) -> str:
         other = ", ".join(dict.fromkeys(str(r["derived"]["gpu"]["name"]) for _, r in derived))
         before, after = dated(known[r["run"]] for _, r in derived), dated(r["derived"] for _, r in derived)
         notes.append(
-            f"The speed of {_listed(names)} is derived. The first edition's on the H200 ({before}) is divided by"
-            f" how much longer the second takes on one {other} ({after})."
+            f"The speed of {_listed(names)} is derived. The H200 timed an earlier edition of the format ({before})."
+            f" One {other} timed both editions ({after}), and the present one takes longer. The table divides the"
+            " H200's speed by that ratio."
         )
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
         notes.append(
-            f"On one thread of a CPU{cpu.instructions}, Transformers generates {min(ratios):.2f} to"
-            f" {max(ratios):.2f} times as many tokens a second as with its own cache."
+            f"On one thread of a CPU{cpu.instructions}, {_listed([f'`{n}`' for n in TAKEN if n in cpu.cells])} generate"
+            f" {min(ratios):.2f} to {max(ratios):.2f} times as many tokens a second as Transformers' own cache"
+            f" ({cpu.where})."
         )
         made += [run for name in TAKEN for run in cpu.runs.get(name, [])]
     notes.append(f"Runs: {dated(made)}.")
@@ -275,14 +280,16 @@ class CpuSpeeds:
     Attributes:
         cells: preset -> "2.25x".
         runs: preset -> runs that its cell is of, the stock cache's among them.
-        instructions: of the machine, ", AVX2" for instance; empty where nothing was measured.
+        instructions: of the machine, ", AVX2" for instance.
+        where: the model, and the tokens of the prompt.
         note: what was measured on what.
     """
 
     cells: dict[str, str]
     runs: dict[str, list[dict[str, Any]]]
-    instructions: str = ""
-    note: str = ""
+    instructions: str
+    where: str
+    note: str
 
 
 _ISA = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "amx": "AMX", "generic": "plain code"}
@@ -308,15 +315,16 @@ def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
     for r in rows:
         best[r["cache"]] = max(best.get(r["cache"], r), r, key=lambda x: x["ratio_vs_best_16bit"])
     stock = next(r for r in rows if r["cache"] == "16-bit" and r["dtype"] == r["best_16_bit_dtype"])
+    where = f"{stock['model']} after {stock['context']:,} tokens"
     words, threads = _ISA.get((run["host"] or {}).get("isa", ""), ""), run.get("facts", {}).get("threads")
     dtypes = " and ".join(sorted({r["dtype"] for r in rows}))
     note = (
-        f"CPU: {stock['model']} after {stock['context']:,} tokens over the stock cache, each in the faster of {dtypes};"
+        f"CPU: {where} over the stock cache, each in the faster of {dtypes};"
         f" {threads} thread{'' if threads == 1 else 's'} of {run['host']['cpu']}, {words}; stock:"
         f" {stock['tokens_per_s']:.1f} tokens/s in {stock['dtype']}."
     )
     cells = {name: f"{r['ratio_vs_best_16bit']:.2f}x" for name, r in best.items()}
-    return CpuSpeeds(cells, {name: [run] for name in best}, f", {words}", note)
+    return CpuSpeeds(cells, {name: [run] for name in best}, f", {words}", where, note)
 
 
 def short_table() -> str:

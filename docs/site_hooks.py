@@ -1,5 +1,5 @@
-"""README.md is the site's first page; a link to what is no page of the site leads to the repository; logs are history,
-which a search leaves out.
+"""README.md is the site's first page. A link to anything else than a page of the site leads to the repository. Logs are
+history, which a search leaves out.
 """
 
 import os

@@ -322,8 +322,8 @@ def read_config(model: str | os.PathLike[str]) -> Any:
     Imports neither Transformers nor torch (of a GGUF file of an architecture that `gguf_header` does not read it does).
 
     Args:
-        model: a directory, a config.json, a GGUF file, or a hub id, of which the cached config.json is read, or that
-            file alone fetched.
+        model: a directory, a config.json, a GGUF file, or a hub id. For an id the cached config.json is read, or
+            that file alone fetched.
 
     Raises:
         SpecError: nothing there, no JSON, or a model_type that is not known.

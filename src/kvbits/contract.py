@@ -46,7 +46,7 @@ class Symbol:
     Attributes:
         path: `module:name`, with dots inside the name.
         kind: "read": has the attributes `names`. "called": takes the parameters `names` and needs no others. "wrapped":
-            takes `names` among others, which are handed on. "overridden": the engine passes no others than `names`.
+            takes `names` among others, and passes those on. "overridden": the engine passes no others than `names`.
         names: of attributes or parameters.
         feature: which needs it; "": every format.
         otherwise: what stands for it where it is not there; "": nothing.
@@ -126,7 +126,7 @@ def see(path: str) -> Seen | None:
 
 
 class Contract:
-    """The symbols that a plugin stands on.
+    """The symbols that a plugin depends on.
 
     Args:
         engine: name of the engine.

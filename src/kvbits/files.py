@@ -22,8 +22,7 @@ from .progress import say
 
 
 def find(path: str | os.PathLike[str], what: str) -> Path:
-    """Return the path as a `Path` that the file system can be asked about; whether something is there is another
-    question.
+    """Return the path as a `Path` that the file system accepts. The path need not exist.
 
     Args:
         what: names the option or operation in the message.
@@ -70,7 +69,7 @@ def require_file(path: str | os.PathLike[str], what: str, *, replaced: bool = Fa
             survive.
 
     Raises:
-        SpecError: no path, a directory is there, or the directory it would be in is not, or takes no files.
+        SpecError: no path, a directory is there, or the directory it would be in is not, or is not writable.
     """
     found = find(path, what)
     folder = Path(os.path.realpath(found)).parent if found.is_symlink() else found.parent
@@ -106,7 +105,7 @@ def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = 
         writable: files are to be written into it.
 
     Raises:
-        SpecError: no path, or it, or what it would be in, is a file, or takes no files though it should.
+        SpecError: no path, or it, or what it would be in, is a file, or is not writable though it should be.
     """
     found = find(path, what)
     for part in (found, *found.parents):
@@ -213,7 +212,7 @@ _say_once = functools.lru_cache(say)
 
 
 def cache_folder(name: str) -> Path:
-    """Return the first of those folders that takes files, made if need be.
+    """Return the first of those folders that is writable, made if need be.
 
     Raises:
         SpecError: none does.

@@ -83,8 +83,8 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
         look_up: of a hub id, also whether it could be fetched.
 
     Raises:
-        SpecError: nothing is there, and the name is no hub id, or one that is not in the cache while the hub's host is
-            unknown here.
+        SpecError: nothing is there, and the name is not a hub id, or such an id is not in the cache while the hub's
+            host is unknown here.
         UnsupportedError: the embedded model is not installed.
     """
     path, text = home(model, "model:"), str(model)
@@ -627,8 +627,8 @@ def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
 
 
 def latent_rank(config: Any) -> int | None:
-    """Return the width of the latents that a layer caches, of which it makes keys and values each time it reads them;
-    None for others.
+    """Return the width of the latents that a layer caches, if it makes keys and values from them at each reading; else
+    None.
     """
     rank = getattr(config, "kv_lora_rank", None)
     return int(rank) if rank else None

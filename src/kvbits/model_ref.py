@@ -1,4 +1,4 @@
-"""One value for a model: its name, configuration, layers and weights, looked up once and handed on.
+"""One value for a model: its name, configuration, layers and weights, looked up once and passed on.
 
 ModelRef.find("Qwen/Qwen3-8B")       one that is to be loaded: refused at once where nothing is there
 ModelRef.stated("Qwen/Qwen3-8B")     one that is only planned for: its config.json is read as data

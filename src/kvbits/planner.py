@@ -209,7 +209,7 @@ Cache = CacheSpec | Held
 
 
 def _blocks(layers: Layers, block: int, sizes: list[int], least: int) -> Held:
-    """Return a cache of blocks, whole ones, of which a sliding layer has those that its window touches.
+    """Return a cache of whole blocks. A sliding layer has the blocks that its window touches.
 
     Args:
         block: tokens of a block.
@@ -523,7 +523,7 @@ def vllm_layouts(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> list[P
     """Return pages of each layer, in one of `FORMATS` or a token-local scheme.
 
     Raises:
-        SpecError: they cannot be, or 16 bits and fp8 of vLLM itself were named.
+        SpecError: they are invalid, or 16 bits and fp8 of vLLM itself were named.
     """
     pages = _paged(layers, scheme)
     if not isinstance(scheme, str):

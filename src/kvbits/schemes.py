@@ -174,7 +174,7 @@ def weak_to_key_bias(scheme: Scheme) -> bool:
 
 
 def without_calibration(scheme: Scheme) -> str:
-    """Explain that a scheme takes no calibration, and name the presets that do."""
+    """Explain that a scheme does not use a calibration, and name the presets that do."""
     others = ", ".join(s.name for s in PRESETS.values() if s.needs_calibration)
     return (
         f"scheme {scheme.name!r} takes its scales from each page and needs no calibration; take one that does: {others}"

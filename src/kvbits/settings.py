@@ -70,7 +70,7 @@ def options_of(cls: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
 
 
 def made(cls: type[T], given: dict[str, Any]) -> T:
-    """Make settings of the values of all options, of which None stands for the default.
+    """Make settings of the values of all options. None stands for the default.
 
     Raises:
         SpecError: an invalid value.

@@ -92,7 +92,7 @@ class DecodeSwitch:
         in a row are taken for the beginning of many.
 
         Raises:
-            CacheStateError: the step is captured in a graph, but cannot be.
+            CacheStateError: the step is being captured in a graph, which this cache does not allow.
         """
         if not decode.leads(self._device) or self._found is not None:
             return

@@ -149,7 +149,7 @@ class DeviceDecode:
         return self._plan_of[layer].run(q, layer, lse=lse), lse
 
     def take_back(self, layers: set[int]) -> None:
-        """Undo the step under way, of which `layers` have been through. A captured one has not run."""
+        """Undo the step under way, which `layers` have run. A captured step has not run."""
         if not self._captured:
             self.stepper.take_back(layers)
             self.steps_left += 1
@@ -238,8 +238,8 @@ def _settle(state: GroupState, s: Sequence, row: _Row, numbers: np.ndarray) -> N
 def enter(
     stores: LayerStores, num_q_heads: int, dtype: torch.dtype, scaling: float, softcap: float | None
 ) -> DeviceDecode | str:
-    """Assign pages ahead and put what decoding needs on the device; or say why the sequences, as they are, cannot be
-    decoded there.
+    """Assign pages ahead and put what decoding needs on the device; or return why the device cannot decode these
+    sequences.
     """
     for state in stores.groups:
         if state.keep_past:

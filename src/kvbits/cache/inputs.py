@@ -227,7 +227,7 @@ class InputCheck:
 
 
 def _judge(what: str, num_tokens: int, largest: list[float]) -> None:
-    """Refuse keys or values of which a sequence's largest magnitude is NaN or infinite."""
+    """Refuse keys or values if the largest magnitude of a sequence is NaN or infinite."""
     if bad := [row for row, x in enumerate(largest) if not math.isfinite(x)]:
         raise DataError(
             f"{what} hold NaN or infinity among the {num_tokens} tokens of sequence {bad[0]} ({len(bad)} of"

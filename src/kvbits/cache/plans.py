@@ -11,7 +11,7 @@ from ..ops.types import PageStore
 MOST_PLANS = 32
 """Plans that a cache keeps: a chunk of another number of tokens needs one of its own."""
 LEAST_OF_A_GROUP = 4
-"""Plans that there is room for whatever the number of layer groups, each of which needs its own in every pass."""
+"""Plans that are kept for each layer group at least, since every group needs its own in every pass."""
 
 
 class KeptPlan:

@@ -345,7 +345,7 @@ def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0, since:
     A mean over the tokens fed, and over layers; keys and values count half each.
 
     Args:
-        length: tokens of the text, of which the last one is not fed (see `compare`).
+        length: tokens of the text. The last one is not fed (see `compare`).
         chunk: tokens per forward pass.
         start: tokens stored before, in whatever passes; they read nothing here.
         since: the first token that counts, where it is not that of the first pass.

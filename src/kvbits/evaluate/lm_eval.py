@@ -4,7 +4,7 @@
     --tasks arc_challenge
 
 is lm-eval's own command line, which finds no models of other packages by itself (0.4.13 has no entry point for them):
-this module registers "kvbits" and hands on. From Python, importing it registers the model too:
+this module registers "kvbits" and calls that command line. From Python, importing it registers the model too:
 
     from kvbits.evaluate.lm_eval import KvbitsLM
     lm_eval.simple_evaluate(model=KvbitsLM(pretrained="Qwen/Qwen2.5-0.5B-Instruct", scheme="kivi4"),

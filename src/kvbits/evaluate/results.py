@@ -7,7 +7,7 @@ where it was.
 
 `settings` and `model` (with its fingerprint) are what the figures depend on: a file with others is refused, never
 mixed. A run that continues a stopped one adds its record (`kvbits.runs`, and `device`, `threads`, and `seconds`
-spent on this file) and its items; each item names its run. How many items a file has is no setting: a run of sixteen
+spent on this file) and its items; each item names its run. The number of items is not a setting: a run of sixteen
 windows continues one of eight. Runs at the same time add to one file: each takes over what others wrote before it
 writes.
 """

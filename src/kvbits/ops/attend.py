@@ -218,8 +218,8 @@ class Attention:
 
         Raises:
             DataError: pages of another layout, shape, dtype or alignment than planned.
-            SpecError: calibrated parameters that are missing, of another shape, or cannot be (a scale that is 0,
-                negative or no number).
+            SpecError: calibrated parameters that are missing, have another shape, or are invalid (a scale that is 0,
+                negative or NaN).
         """
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise DataError(f"layer={layer!r} must be a number of yours, for run()")

@@ -118,8 +118,8 @@ def without_padding(
 def within_chunks(
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]], chunk: int
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return `attend_fresh` of layers whose positions are cut into chunks, of which each token sees its own: a call for
-    each that the tokens of a sequence reach into.
+    """Return `attend_fresh` of layers whose positions are cut into chunks. A token sees its own chunk, so each chunk
+    that a sequence reaches into is a call.
 
     Args:
         attend: `attend_fresh` of a backend.

@@ -78,7 +78,7 @@ class Stepper(Protocol):
         """Store the tokens k, v [B, 1, H, D] of a layer, and quantize the pages that close."""
 
     def take_back(self, layers: set[int]) -> None:
-        """Undo the step that began last, of which `layers` have been through: rows that fresh tokens replaced, then
+        """Undo the step that began last, which `layers` have run: rows that fresh tokens replaced, then
         lengths.
         """
 

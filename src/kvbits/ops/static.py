@@ -48,7 +48,7 @@ def read_with(layout: PageLayout) -> dict[str, tuple[int, ...]]:
 
 
 def check(static: Mapping[str, Any], want: Mapping[str, tuple[int, ...]], where: str, way_out: str) -> None:
-    """Refuse parameters that do not fit or cannot be.
+    """Refuse parameters that do not fit or are invalid.
 
     Numbers are looked at once for a tensor, which waits for its device, and not while a CUDA graph is captured, which
     allows no waiting.

@@ -54,7 +54,7 @@ def _uniform(bits: int) -> tuple[int, ...]:
 
 
 def mirrored(*levels: int) -> tuple[int, ...]:
-    """Return levels of which the positive ones are given."""
+    """Return levels on both sides of zero, from the positive ones."""
     return (*(-x for x in reversed(levels)), *levels)
 
 

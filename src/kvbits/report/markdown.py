@@ -452,7 +452,7 @@ def _head_widths(models: dict[str, Model]) -> str:
 
 
 def runs_note(results: Results) -> str:
-    """Return the line under a table of all caches: of which day and commit each model's figures are."""
+    """Return the line under a table of all caches: the day and commit of each model's figures."""
     models = [m for m in results.as_used.values() if "fidelity" in m.tasks]
     return "Runs: " + "; ".join(f"{m.title} {dated(c.run for c in measured(m).values())}" for m in models) + "."
 

@@ -36,8 +36,8 @@ PLAIN: dict[str, tuple[str, ...]] = {
     "qwen2": ("use_sliding_window",),
     "qwen3": ("head_dim",),
 }
-"""Families of which the page reads a pasted config.json, and what that must state: layers all alike, weights by one
-formula.
+"""Families whose config.json can be pasted into the page, and what the file must state: layers all alike, weights by
+one formula.
 """
 WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 """Channels of heads that a pasted model may have."""

@@ -122,7 +122,7 @@ class LayerGroup:
 
     @functools.cached_property
     def copied_pages(self) -> tuple[int, ...]:
-        """Newest closed pages of which each pool of copies has one.
+        """Newest closed pages that each pool of copies has a copy of.
 
         A page is copied into all of these pools when it closes, so each of them covers the tokens of all before it.
         """
@@ -135,13 +135,13 @@ class LayerGroup:
 
     @functools.cached_property
     def is_raw(self) -> bool:
-        """True where nothing is ever quantized: all tokens after the sinks live in tail pages."""
+        """True where nothing is ever quantized: all tokens after the sinks are in tail pages."""
         return self.key.is_raw and self.value.is_raw
 
     @functools.cached_property
     def fills_pages(self) -> bool:
-        """True where nothing ever closes: all tokens after the sinks live in tail pages, raw ones or such that are
-        quantized token by token.
+        """True where nothing ever closes: all tokens after the sinks are in tail pages, which are raw or quantized
+        token by token.
         """
         return self.is_raw or self.token_local
 

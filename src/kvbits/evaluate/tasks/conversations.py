@@ -106,7 +106,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A history, and users' last turns, each of which asks for one call.
+    """A history, and users' last turns. Each turn asks for one call.
 
     Attributes:
         functions: that the system turn offers.

@@ -137,8 +137,8 @@ class ReplayTask(FidelityTask):
 
     def _written(self, keys: list[str], base: CacheFactory) -> tuple[Sequence[list[int]], list[list[int]]]:
         """Return ids of the prompts, and the chains. 16-bit pages write them, several times as fast as the stock cache,
-        which copies all it holds at each token; on a GPU in a CUDA graph. The stock cache writes where the model can
-        have no pages, or cannot be captured.
+        which copies all it holds at each token; on a GPU in a CUDA graph. The stock cache writes if the model cannot
+        use pages, or a graph cannot capture it.
         """
         model, end = self.context.model, self.context.tokenizer.eos_token_id
 
@@ -231,7 +231,7 @@ def write(
         captured: tokens are decoded in a CUDA graph; `f` makes a KVCache.
 
     Raises:
-        UnsupportedError: `captured`, and the model cannot be (`graphed`).
+        UnsupportedError: `captured`, and a graph cannot capture the model (`graphed`).
     """
     chains, queues = [list(s[:1]) for s in starts], [list(s[1:]) for s in starts]
     cache = f.make(len(starts), length)

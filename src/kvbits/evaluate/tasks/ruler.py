@@ -129,7 +129,7 @@ class RulerTask(PartsTask):
 def needles(
     what: str, count: int, *, key: str = "word", value: str = "number", values: int = 1, asked: int = 1
 ) -> Callable[[random.Random, Iterator[str], int], Asked]:
-    """Return keys with values, of which the first `asked` keys' are asked for.
+    """Return keys with values. The question asks for the values of the first `asked` keys.
 
     Args:
         what: they are hidden in: "noise", "essay", or "needles", which are more of their kind.

@@ -3,7 +3,7 @@ answers fed (`recall`).
 
     variables   names are given numbers of two digits; one line in ten gives a name told before another one, and only
                 the last one counts
-    lists       the same with three digits, of which one is exchanged
+    lists       the same with three digits; one is exchanged
     sums        visitors come to four houses in turn; how many are in each is told at every visit, and the next counts
                 are asked for
 
@@ -95,7 +95,7 @@ class Variables(Table):
 
 
 class Lists(Table):
-    """Three digits a name, one of which is exchanged."""
+    """Three digits a name. One digit is exchanged."""
 
     def numbers(self, old: list[int] | None) -> list[int]:
         found = [self.rng.randrange(10) for _ in range(3)] if old is None else list(old)

@@ -45,7 +45,7 @@ class Model:
         The order is None where it is the model's.
 
         Raises:
-            UnsupportedError: a model whose rotary embedding cannot be told.
+            UnsupportedError: a model whose rotary embedding is unknown.
         """
         self.layers = self.layers or layers_of(self.config)
         index = stored_at(self.config)[index]

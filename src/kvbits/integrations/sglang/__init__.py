@@ -1,7 +1,7 @@
 """kvbits as a KV cache of stock SGLang: `python -m sglang.launch_server --model-path MODEL --attention-backend
 kvbits_int8_centered`.
 
-    releases  what of SGLang this stands on
+    releases  what of SGLang the plugin depends on
     options   what is refused at start, with the reason; the page size; copies and calibrations
     pool      the pages, in place of SGLang's pool of keys and values
     host      pages in host memory (HiCache)

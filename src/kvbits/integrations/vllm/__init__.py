@@ -12,7 +12,7 @@
     calibrated    which calibration an engine's layers take
     observe    a calibration made by the engine itself, for models that no single process holds
     announce   what vLLM's help and log say about the dtypes
-    releases   what of vLLM this stands on, and what differs between its releases
+    releases   what of vLLM the plugin depends on, and what differs between releases
     dtypes     the dtype that a configuration has, or why it cannot start
     selector   the backend chosen by the dtype, so that nothing else must be typed
 

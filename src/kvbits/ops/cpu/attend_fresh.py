@@ -12,7 +12,7 @@ from .dense import flash
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WINDOW_ROWS = 512
-"""Query tokens of a block with a window: more would meet more keys that most of them do not see, fewer would be many
+"""Query tokens of a block with a window: more would read more keys that most of them do not see, fewer would be many
 calls.
 """
 

@@ -16,7 +16,7 @@ def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str
 
 
 def within(page_ids: torch.Tensor, num_pages: int) -> torch.Tensor:
-    """Return int64 [n]: page numbers, of which one that the pool has not (a negative one, too) is the last page's."""
+    """Return int64 [n]: page numbers. One outside of the pool (a negative one, too) becomes the last page's."""
     return page_ids.to(torch.int64, copy=True).bitwise_and_(0xFFFFFFFF).clamp_(max=num_pages - 1)
 
 

@@ -94,7 +94,7 @@ class Copies:
         """Forget the copies of these blocks, which are used anew.
 
         Args:
-            blocks: numbers, of which those past the pool's are ignored; or int64 [n], all in the pool.
+            blocks: numbers, where those past the pool's are ignored; or int64 [n], all in the pool.
         """
         if not isinstance(blocks, torch.Tensor):
             known = len(self.formats[0].where)

@@ -93,7 +93,7 @@ def folds(layout: PageLayout, num_columns: int) -> bool:
 
 
 def is_wide(layouts: Sequence[PageLayout]) -> bool:
-    """Return whether kernels of all these layouts, of which there is one, take `shape.WIDE` columns a warp."""
+    """Return whether kernels of all these layouts, at least one, take `shape.WIDE` columns a warp."""
     return bool(layouts) and all(family_of(x).is_wide(x) for x in layouts)
 
 

@@ -106,8 +106,8 @@ def most_sequences(blocks: int, num_parts: int, limit: int) -> int:
 
 
 def num_slots(blocks: int, num_walks: int) -> int:
-    """Return the number of results that are kept at a time: of units that go on from a block to the next, and of those
-    that several walks of one block read.
+    """Return the number of results that are kept at a time: of units that continue from a block to the next, and of
+    those that several walks of one block read.
     """
     return blocks * (num_walks + 1 + (num_walks if num_walks > 1 else 0))
 

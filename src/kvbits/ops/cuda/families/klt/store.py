@@ -5,7 +5,7 @@ Values are stored bit for bit as by the reference, but on Hopper at head_dim 128
 matrix are summed in another order, off by less than 2**-19 of sum |v|. Keys in a calibrated basis are products that are
 summed in another order, off by less than 2**-18 of sum |k_f| |A| (of a token that is not 2**14 times smaller than the
 largest number that a block has beside it). So a number's units (trellis.cuh) are others only where they are a tie to
-that, and then the codes of its ring may be another path of nearly the same cost. A scale is another one only where two
+that, and then the codes of its ring may be another path of nearly the same cost. A scale differs only where two
 cost the same squared error.
 """
 
