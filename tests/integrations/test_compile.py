@@ -97,7 +97,7 @@ def test_windows_and_softcaps(family):
     assert torch.equal(generate(compiled(model), inputs, "int4"), want) and graphs() == 2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)])
 def test_backends_that_move_and_copy_tensors(backend):
     model, inputs = tiny("llama", num_hidden_layers=2), prompts([40, 23])
     want = generate(model, inputs, "kivi4")

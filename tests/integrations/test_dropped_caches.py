@@ -71,7 +71,14 @@ def test_longrope_begins_the_cache_again_where_the_model_computes_anew(family, l
         assert cache.pages.seq_lens == [n + 23 for n in lengths for _ in range(rows // len(lengths))]
 
 
-@pytest.mark.parametrize("lengths", [[90], [50], [60, 33]], ids=["beyond", "crosses", "padded"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([90], id="beyond", marks=pytest.mark.night),
+        pytest.param([50], id="crosses", marks=pytest.mark.night),
+        pytest.param([60, 33], id="padded"),
+    ],
+)
 def test_phi4_multimodal_is_right_where_transformers_forgets_the_prompt(lengths):
     """Past the limit Transformers goes on with one token and no history; truth is a model that caches nothing."""
     model, inputs = longrope("phi4_multimodal"), prompts(lengths)
