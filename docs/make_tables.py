@@ -189,8 +189,8 @@ def preset_table(benchmarks: Path) -> str:
         other = ", ".join(dict.fromkeys(str(r["derived"]["gpu"]["name"]) for _, r in derived))
         before, after = dated(known[r["run"]] for _, r in derived), dated(r["derived"] for _, r in derived)
         notes.append(
-            f"The speed of {_listed(names)} is derived. The H200 timed an earlier edition of the format ({before})."
-            f" One {other} timed both editions ({after}), and the present one takes longer. The table divides the"
+            f"The speed of {_listed(names)} is derived. The H200 timed an earlier edition of the format: {before}."
+            f" One {other} timed both editions: {after}. The present one takes longer. The table divides the"
             " H200's speed by that ratio."
         )
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):

@@ -107,16 +107,14 @@ def command_of(run: Mapping[str, Any]) -> str | None:
 
 
 def dated(some: Iterable[Mapping[str, Any]]) -> str:
-    """Return days and commits of runs, as a footnote says them: "of 2026-11-22, 2a7ad90 and c92d2ef; of 2026-11-23,
-    7047e9a".
-    """
+    """Return days and commits of runs for a footnote: "2026-11-22 (2a7ad90 and c92d2ef); 2026-11-23 (7047e9a)"."""
     days: dict[str, dict[str, None]] = {}
     for run in sorted(some, key=lambda run: run["utc"] or ""):
         commit = (
             "commit unknown" if run["commit"] is None else run["commit"][:7] + (" with changes" if run["dirty"] else "")
         )
         days.setdefault((run["utc"] or "an unknown day")[:10], {})[commit] = None
-    return "; ".join(f"of {day}, {_listed(list(commits))}" for day, commits in days.items())
+    return "; ".join(f"{day} ({_listed(list(commits))})" for day, commits in days.items())
 
 
 def _listed(names: list[str]) -> str:

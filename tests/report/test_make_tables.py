@@ -220,7 +220,7 @@ def test_the_table_of_lengths_has_the_worst_token_and_what_was_read_raw_beside_e
         f"| tiny, 220 | `int4` | {s['kl_mean']:.5f} | {s['kl_max']:.2f} | {s['kl_lost']:.2%} | {s['read_raw']:.2%} | "
     )
     assert "- tiny: 2 windows of 220 tokens spread over t, fed in chunks of 32, float32." in notes.splitlines()
-    assert "- Runs: of " in notes
+    assert "- Runs: 20" in notes
 
 
 def test_chains_have_simulated_peers_beside_presets():
