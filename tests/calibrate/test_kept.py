@@ -209,6 +209,7 @@ def test_a_calibration_that_no_disk_keeps_is_used(folder, home, tmp_path, monkey
     assert cache.pages.seq_lens == [57] and not list(home.glob("*.safetensors"))
 
 
+@pytest.mark.night
 def test_the_command_keeps_it_too(folder, home):
     out, err = calibrate(folder, "--scheme", "klt4,klt3,klt2").communicate(timeout=120)
     (file,) = home.glob("*.safetensors")

