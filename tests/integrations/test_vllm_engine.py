@@ -38,7 +38,14 @@ from kvbits.spec import Override, QuantSpec
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("dtype", [name for name, form in FORMATS.items() if not form.calibrated])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(name, marks=pytest.mark.night if name == "kvbits_int8" else ())
+        for name, form in FORMATS.items()
+        if not form.calibrated
+    ],
+)
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, dtype):
     """Also over page borders while decoding, and again where the prompts are found in the prefix cache."""
     name = llama_for(dtype)

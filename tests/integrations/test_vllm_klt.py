@@ -122,6 +122,7 @@ def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, ca
         check(model("llama")[0], None, prompt, generate(llm, [prompt], 40)[0])
 
 
+@pytest.mark.night
 def test_tokens_behind_the_raw_ones_are_read_from_finer_copies(model, engine, calibration):
     """Copies of klt4 beside raw ones are nearer to the model than raw ones alone, and those nearer than none. Prompts
     that are found in the prefix cache, and whose copies others wrote over, are read packed.

@@ -47,7 +47,8 @@ def some_accepted(llm):
     return 0.4 < first < 0.9 and third > 0.1
 
 
-@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", pytest.param("kvbits_klt4", marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", "kvbits_klt4"])
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):
     """In chunks, of which the last may be as short as drafts, and again where prompts are found in the prefix cache."""
     c, scheme = calibration("mimo_mtp") if "klt" in dtype else None, None if dtype == "auto" else scheme_of(dtype)
