@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,19 +30,7 @@ from ..spec import MOST_TOKENS, PageLayout, whole
 from . import dispatch
 from .static import check as check_static
 from .static import read_with
-from .types import PageStore, Table, check_factors
-
-
-class _Backend(Protocol):
-    reads_host: bool
-    result_dtype: torch.dtype
-
-    def bind(self, layer: int, stores: Sequence[PageStore]) -> None: ...
-    def update(
-        self, tables: Sequence[Table], query_lens: torch.Tensor | None, positions: torch.Tensor | None
-    ) -> None: ...
-    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor: ...
-    def explain(self) -> str: ...
+from .types import BackendPlan, PageStore, Table, check_factors
 
 
 def plan(
@@ -183,7 +171,7 @@ class Attention:
     """
 
     def __init__(
-        self, choice: dispatch.Choice, backend: _Backend, layouts: Sequence[PageLayout], options: dict[str, Any]
+        self, choice: dispatch.Choice, backend: BackendPlan, layouts: Sequence[PageLayout], options: dict[str, Any]
     ) -> None:
         self.choice, self._backend = choice, backend
         self.layouts = tuple(layouts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -257,3 +258,17 @@ def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequenc
 def wider_scales(spec: QuantSpec, then: str = "") -> str:
     """Return what to do about a scale that overflows, and `then`; nothing where a format's scales have one dtype."""
     return "" if spec.scale_dtype == SCALE_8BIT else f"use scale_dtype='float32' or 'bfloat16'{then}"
+
+
+class BackendPlan(Protocol):
+    """A backend's plan of attention, whose methods are those of `ops.attend.Attention`."""
+
+    reads_host: bool
+    result_dtype: torch.dtype
+
+    def bind(self, layer: int, stores: Sequence[PageStore]) -> None: ...
+    def update(
+        self, tables: Sequence[Table], query_lens: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> None: ...
+    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor: ...
+    def explain(self) -> str: ...

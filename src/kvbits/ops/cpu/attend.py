@@ -28,9 +28,9 @@ from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..long_queries import LongQueries, dense_rows
 from ..reference.attend import HostPlan
-from ..types import PageStore, Table
+from ..types import BackendPlan, PageStore, Table
 from . import dense, structs
-from .autotune import Tuned, Way
+from .autotune import Tuned
 from .library import (
     TILE_TIERS,
     AttendStruct,
@@ -101,10 +101,10 @@ def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan | Tuned:
     return Tuned(found, call)
 
 
-def ways(layouts: Sequence[PageLayout], **options: Any) -> dict[str, Callable[[], Way]]:
+def ways(layouts: Sequence[PageLayout], **options: Any) -> dict[str, Callable[[], BackendPlan]]:
     """Return the plans that serve such calls, by name. The first is the one for a machine that is not measured."""
     rows = options["num_queries"] * options["num_q_heads"] // layouts[0].num_kv_heads
-    found: dict[str, Callable[[], Way]] = {"kernels": functools.partial(Plan, layouts, **options)}
+    found: dict[str, Callable[[], BackendPlan]] = {"kernels": functools.partial(Plan, layouts, **options)}
     if rows >= MIN_UNPACKED_ROWS and not _refuses_unpacking(layouts, options):
         for dtype in (torch.float32, torch.bfloat16):
             if dtype == torch.float32 or _keeps_precision(layouts, options["dtype"]):

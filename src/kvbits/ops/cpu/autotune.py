@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from ...errors import SpecError
 from ...files import cache_folder, cache_folders, whole
 from ...progress import say
 from ...runs import processor
-from ..types import PageStore, Table
+from ..types import BackendPlan, PageStore, Table
 from .library import library, tier
 
 FOLDER = "cpu"
@@ -36,17 +36,6 @@ SECONDS = 5e-3
 """Least time of a turn. Short calls are repeated."""
 MARGIN = 1.05
 """Factor by which another way must be faster than the first one: noise of a shared machine changes nothing."""
-
-
-class Way(Protocol):
-    """A plan that attends one way, as `ops.attend` has it."""
-
-    def bind(self, layer: int, stores: Sequence[PageStore]) -> None: ...
-    def update(
-        self, tables: Sequence[Table], query_lens: torch.Tensor | None, positions: torch.Tensor | None
-    ) -> None: ...
-    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor: ...
-    def explain(self) -> str: ...
 
 
 @functools.cache
@@ -102,7 +91,7 @@ def keep(known: Mapping[str, Any], seconds: Mapping[str, float]) -> Path | None:
             partial.write_text(json.dumps({**known, "seconds": dict(seconds)}, indent=1) + "\n")
     except (OSError, SpecError) as error:
         _of_this_process[name] = dict(seconds)
-        say(f"what was measured of this machine serves this process alone: {error}")
+        say(f"kvbits measured this CPU, cannot keep the result, and measures again in the next process: {error}")
         return None
     return path
 
@@ -118,10 +107,11 @@ class Tuned:
     reads_host = True
     result_dtype = torch.float32
 
-    def __init__(self, ways: Mapping[str, Callable[[], Way]], call: Mapping[str, Any]) -> None:
+    def __init__(self, ways: Mapping[str, Callable[[], BackendPlan]], call: Mapping[str, Any]) -> None:
         self._ways, self._facts = dict(ways), facts(call)
         self._layers: dict[int, list[PageStore]] = {}
         self._step: tuple[Sequence[Table], torch.Tensor | None, torch.Tensor | None] | None = None
+        self._longest: int | None = None  # sequence of the step that has enough tokens to be measured
         self._seconds: dict[str, float] = {}
         self._path: Path | None = None
         found = kept(self._facts)
@@ -145,12 +135,12 @@ class Tuned:
         self._plan.update(tables, query_lens, positions)
         if not self._seconds:
             self._step = list(tables), query_lens, positions
+            tokens = torch.stack([table.tokens for table in tables]).amax(0)
+            self._longest = int(tokens.argmax()) if int(tokens.max()) >= TOKENS else None
 
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
-        if self._step is not None and layer in self._layers:
-            tokens = torch.stack([table.tokens for table in self._step[0]]).amax(0)
-            if int(tokens.max()) >= TOKENS:
-                self._choose(q, layer, int(tokens.argmax()))
+        if self._longest is not None and layer in self._layers:
+            self._choose(q, layer, self._longest)
         return self._plan.run(q, layer, out, lse)
 
     def _choose(self, q: torch.Tensor, layer: int, sequence: int) -> None:
@@ -163,7 +153,7 @@ class Tuned:
             for bound, stores in self._layers.items():
                 self._plan.bind(bound, stores)
             self._plan.update(*self._step)
-        self._layers, self._step = {}, None
+        self._layers, self._step, self._longest = {}, None, None
 
     def _measure(self, q: torch.Tensor, layer: int, sequence: slice) -> dict[str, float]:
         assert self._step is not None
