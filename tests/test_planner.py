@@ -179,7 +179,7 @@ geometries = st.builds(
 names = st.sampled_from([*schemes.PRESETS, *planner.DENSE])
 
 
-@examples(60)
+@examples(25)
 @given(
     layers=st.lists(geometries, min_size=1, max_size=3).map(tuple),
     name=names,

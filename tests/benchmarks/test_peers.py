@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from nightly import at_night
 from peers import CACHES, OSCAR_KEPT, PEERS, TILE, fp8, kvarn, lloyd_max, make, nvfp4, oscar, oscar_rotation, tiles
 
 from kvbits.errors import UnsupportedError
@@ -256,7 +257,7 @@ def test_bits_count_scales_norms_and_layers_that_stay_raw():
         make("turboquant_4bit_nc", (LayerGeometry(num_kv_heads=2, head_dim=96),))
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", ["q4_0_rotated", *at_night(*(name for name in PEERS if name != "q4_0_rotated"))])
 def test_a_pass_of_many_tokens_reads_what_single_ones_read(name, monkeypatch):
     model = tiny.model()
     monkeypatch.setitem(PEERS, name, dataclasses.replace(PEERS[name], raw_layers=0))

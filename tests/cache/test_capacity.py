@@ -10,6 +10,7 @@ import torch
 from cache_checks import Pair, check_books, drop_pass, picture
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import at_night
 from ops.cpu_cases import statics_of
 
 from kvbits import schemes
@@ -314,7 +315,7 @@ def test_an_explanation_is_a_dict_that_prints_as_a_few_lines():
     assert re.search(r"^(CPU kernels|plain PyTorch, slower.*): .*quantizing pages", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [50, *at_night(None)])
 @pytest.mark.parametrize("name", ["raw", "int4", "kivi4", "tiered_8k"])
 def test_the_room_of_a_capacity_is_what_really_fits(name, window):
     layers = (LayerGeometry(num_kv_heads=1, head_dim=64, sliding_window=window),)

@@ -5,6 +5,7 @@ get.
 import pytest
 import torch
 from cache_checks import Pair
+from nightly import at_night
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -30,7 +31,7 @@ def calls(monkeypatch):
     [schemes.get("kivi4", residual_length=64), schemes.get("tiered", residual_length=0, tiers=(Tier(num_tokens=64),))],
     ids=["kivi4", "tiered"],
 )
-@pytest.mark.parametrize("max_tokens", [None, 400], ids=["growing", "fixed"])
+@pytest.mark.parametrize("max_tokens", [400, *at_night(None)], ids=["fixed", "growing"])
 def test_one_call_closes_what_waited_in_all_sequences(scheme, max_tokens, calls):
     spec = CacheSpec(scheme=scheme, layers=LAYERS)
     together = PagedCache(spec, batch_size=max_tokens and 3, max_tokens=max_tokens, backend="reference")
@@ -59,6 +60,7 @@ def test_one_call_closes_what_waited_in_all_sequences(scheme, max_tokens, calls)
     assert set(calls[ragged:]) == {3}, "sequences as long as each other close in one call"
 
 
+@pytest.mark.night
 def test_sequences_of_one_length_read_what_they_store():
     pair = Pair(
         PagedCache(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cache_checks import check_books, poison_free_pages
 from interrupting import interrupted
+from nightly import at_night
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -78,6 +79,8 @@ WORK = {
     "drop_pages": (lambda c: c.drop_pages(0, [x[:2] for x in c.closed_pages(0)]), 20),
 }
 
+GATE = ("a token that closes pages", "crop", "fork", "swap_in")
+
 
 def check(make, work, most):
     """How many interrupts left the cache as it was, as it is afterwards, and in a pass that says so."""
@@ -109,7 +112,7 @@ def check(make, work, most):
     return found
 
 
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("name", [*GATE, *at_night(*(name for name in WORK if name not in GATE))])
 def test_an_interrupt_leaves_all_of_an_operation_or_nothing(name):
     work, most = WORK[name]
     cache = cache_of(tokens=151 if name == "a token that closes pages" else 150)

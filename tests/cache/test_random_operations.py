@@ -419,7 +419,7 @@ class CacheMachine(RuleBasedStateMachine):
         check_values(self.cache, self.model)
 
 
-CacheMachine.TestCase.settings = settings(examples(15, thorough=300), stateful_step_count=25)
+CacheMachine.TestCase.settings = settings(examples(8, thorough=300), stateful_step_count=25)
 
 
 class TestRandomOperations(CacheMachine.TestCase):

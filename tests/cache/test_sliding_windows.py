@@ -2,6 +2,7 @@
 
 import pytest
 from cache_checks import Pair
+from nightly import at_night
 
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Scheme
@@ -19,7 +20,7 @@ def pair_of(window, quant=INT4, sinks=0, residual=0):
 
 
 @pytest.mark.parametrize("quant", [INT4, QuantSpec.raw()], ids=["int4", "raw"])
-@pytest.mark.parametrize(("window", "sinks"), [(33, 0), (40, 4), (70, 33)])
+@pytest.mark.parametrize(("window", "sinks"), [(40, 4), *at_night((33, 0), (70, 33))])
 def test_prompts_of_every_length_around_a_page_keep_the_whole_window(quant, window, sinks):
     for length in range(100, 100 + PAGE + 2):
         pair = pair_of(window, quant, sinks)
@@ -31,7 +32,7 @@ def test_prompts_of_every_length_around_a_page_keep_the_whole_window(quant, wind
 
 
 @pytest.mark.parametrize("quant", [INT4, QuantSpec.raw()], ids=["int4", "raw"])
-@pytest.mark.parametrize("window", [1, 31, 32, 33, 65])
+@pytest.mark.parametrize("window", [1, 32, 65, *at_night(31, 33)])
 def test_decoding_holds_no_page_without_a_visible_token(quant, window):
     pair = pair_of(window, quant)
     name = "tail" if quant.is_raw else "closed"

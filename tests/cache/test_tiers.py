@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from cache_checks import picture
+from nightly import at_night
 
 from kvbits.cache.allocator import Allocator
 from kvbits.cache.group import GroupState
@@ -136,7 +137,7 @@ def compare(state, models):
             assert len(held[name]) <= sum(s.boundaries[i] for s in state.sequences), "no more pages than the tier holds"
 
 
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("fixed", [True, *at_night(False)])
 @pytest.mark.parametrize(
     "tiers",
     [

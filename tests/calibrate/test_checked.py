@@ -91,6 +91,7 @@ def test_weights_that_cannot_be_read_are_not_measured(folder, home, monkeypatch)
     assert checked.find(ModelRef(folder), "klt4") is None
 
 
+@pytest.mark.night
 def test_the_command_keeps_it_unless_its_limits_are_others(folder, home):
     def run(*more):
         command = [sys.executable, "-m", "kvbits", "check", folder, "--scheme", "int8", "--threads", "1"]

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from full_disk import full_disk
+from nightly import at_night
 
 from kvbits import files, schemes
 from kvbits.calibrate import kept
@@ -154,6 +155,7 @@ def test_two_processes_at_once_make_one(folder, home):
     assert len(list(home.glob("*.safetensors"))) == 1
 
 
+@pytest.mark.night
 def test_one_that_is_killed_leaves_nothing_broken(folder, home):
     process = calibrate(folder)
     until = time.monotonic() + 60
@@ -176,6 +178,7 @@ def test_an_engine_has_it_made_by_a_process_of_its_own(folder, home):
         kept.of_files(ModelRef(home / "nothing", ref.config), schemes.get("klt2"), way_out="; say how")
 
 
+@pytest.mark.night
 def test_a_home_that_takes_no_files(folder, tmp_path, monkeypatch):
     """What lies there is read; what must be made goes among temporary files of this user alone."""
     wall = tmp_path / "wall"
@@ -192,7 +195,7 @@ def test_a_home_that_takes_no_files(folder, tmp_path, monkeypatch):
     assert cache_folders("calibrations")[0] == wall / "cache" / "calibrations"
 
 
-@pytest.mark.parametrize("place", ["full", "no folder"])
+@pytest.mark.parametrize("place", ["full", *at_night("no folder")])
 def test_a_calibration_that_no_disk_keeps_is_used(folder, home, tmp_path, monkeypatch, place):
     model = load_model(folder)[0]
     if place == "no folder":

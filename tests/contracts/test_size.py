@@ -56,6 +56,7 @@ def test_a_commit_is_compared_with_the_tree(sizes, tmp_path, monkeypatch, capsys
         sizes.main(["nothing"])
 
 
+@pytest.mark.night
 def test_it_runs_by_itself():
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=True)
     assert "tokens a line" in done.stdout

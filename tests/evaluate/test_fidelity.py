@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from nightly import at_night
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
 
 from kvbits import KVCache, schemes
@@ -156,7 +157,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("window", [None, 250])
-@pytest.mark.parametrize("chunk", [1, 16, 37, 128])
+@pytest.mark.parametrize("chunk", [16, 37, 128, *at_night(1)])
 @pytest.mark.parametrize("scheme", ["int8_centered", "kivi4"])
 def test_what_was_read_raw_is_what_the_page_lists_say(scheme, chunk, window):
     config = MistralConfig(

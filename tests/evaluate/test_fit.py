@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from commands import error, run, run_json
+from nightly import at_night
 
 from kvbits import KVCache, planner, runs, schemes
 from kvbits.calibrate import calibrate
@@ -245,7 +246,7 @@ def test_gradients_leave_the_model_as_it_was():
 # -- fitting --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["klt2", "klt4"])
+@pytest.mark.parametrize("name", ["klt2", *at_night("klt4")])
 def test_bits_go_where_they_are_needed_in_the_bytes_of_the_preset(bench, layers, name):
     found = fitted(bench, Goal(layers=layers, scheme=name))
     preset = schemes.get(name, head_dim=64)
@@ -286,6 +287,7 @@ def test_a_memory_is_used_and_a_second_run_measures_nothing(tmp_path):
         state(tmp_path / "state.json", text="novel")
 
 
+@pytest.mark.night
 def test_a_quality_makes_the_bytes_or_the_context(bench, layers):
     kl = dict(zip(("klt2", "klt4"), bench.kl([schemes.get(n, head_dim=64) for n in ("klt2", "klt4")]), strict=True))
     loose = fitted(bench, Goal(layers=layers, context=8192, max_kl=kl["klt2"]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from nightly import at_night
 
 from kvbits.errors import DataError, SpecError
 from kvbits.evaluate.caches import base_factory, factory
@@ -72,7 +73,7 @@ def calibrated(model, name):
     )
 
 
-@pytest.mark.parametrize("name", ["base", "raw", "int4", "kivi2", "nuq3-1%", "quanto4"])
+@pytest.mark.parametrize("name", ["base", "raw", "int4", "quanto4", *at_night("kivi2", "nuq3-1%")])
 def test_a_prompt_does_not_depend_on_those_beside_it(model, prompts, name):
     """Prompts of many lengths together: same logits, tokens and likelihoods as each alone, whatever pages they close."""
     if name == "quanto4":
@@ -176,7 +177,7 @@ def test_found_means_that_greedy_decoding_writes_it(model, monkeypatch):
         assert record["32-bit"] == record["raw"] == {"right": str(int(found)), "tokens": 4, "tokens_right": 3 + found}
 
 
-@pytest.mark.parametrize("name", ["entities", "greedy", "follow"])
+@pytest.mark.parametrize("name", ["greedy", "follow", *at_night("entities")])
 def test_records_do_not_depend_on_the_batch(model, name, monkeypatch):
     t = task(name, model, contexts=(1600,), repeats=2)
     factories = {"32-bit": base_factory(model), "int4": factory(model, "int4")}

@@ -12,6 +12,7 @@ import re
 import pytest
 import tiny
 import torch
+from nightly import at_night
 
 from kvbits import schemes
 from kvbits.calibrate.sampling import Sample
@@ -180,6 +181,7 @@ def test_a_chain_is_written_by_pages_where_the_model_can_have_them(model, tmp_pa
     assert chain(tmp_path / "stock") == pages and by == ["raw", "32-bit"]
 
 
+@pytest.mark.night
 def test_caches_of_another_chain_are_measured_anew(model, tmp_path, monkeypatch):
     def items(name):
         return results.read(tmp_path / "tiny-float32" / "replay" / f"{name}.json")["items"]
@@ -209,6 +211,7 @@ def test_caches_of_another_chain_are_measured_anew(model, tmp_path, monkeypatch)
             run(model, tmp_path / "data", "replay", ["int8"], windows=2, length=600, data={"gsm8k": str(other)})
 
 
+@pytest.mark.night
 def test_a_replay_that_is_stopped_goes_on_with_the_next_chain(model, tmp_path, monkeypatch):
     compared, wrote, done = text.compare, replay.write, []
 
@@ -234,6 +237,7 @@ def test_a_replay_that_is_stopped_goes_on_with_the_next_chain(model, tmp_path, m
     )
 
 
+@pytest.mark.night
 def test_windows_and_chains_that_go_together_are_measured_as_each_alone(model, tmp_path):
     for task in ("fidelity", "replay"):
         alone, together = (
@@ -276,6 +280,7 @@ def test_elements_beyond_static_scales_are_counted_for_each_window(model, tmp_pa
     assert {item["saturated"] for item in three.values()} == {-(-sum(item["saturated"] for item in one.values()) // 3)}
 
 
+@pytest.mark.night
 def test_answers_are_drawn_alike_for_all_caches_and_more_draws_add_to_fewer(model, tmp_path):
     data = {"gsm8k": str(tmp_path / "gsm8k.jsonl")}
     problems = [{"question": f"What is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(3)]
@@ -338,7 +343,7 @@ def test_texts_of_unlike_lengths_are_followed_as_each_alone(model):
     assert together == [follow(model, f, [p], [t], 64, text_chunk=16)[0] for p, t in zip(prompts, texts, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["copying", "tracking"])
+@pytest.mark.parametrize("name", ["copying", *at_night("tracking")])
 def test_a_part_is_right_if_plain_greedy_decoding_would_have_written_it(model, tmp_path, name):
     options = {"contexts": (200, 400), "repeats": 2, "new_tokens": 120}
     found = run(model, tmp_path, name, ["raw", "kivi2"], **options)

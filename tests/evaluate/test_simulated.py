@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import tiny
 import torch
+from nightly import at_night
 
 from kvbits import KVCache, schemes
 from kvbits.calibrate import calibrate, prompts_from_text
@@ -65,7 +66,7 @@ WANTED = [
 
 
 @pytest.mark.parametrize("scheme", WANTED, ids=lambda s: s if isinstance(s, str) else s.name)
-@pytest.mark.parametrize("chunk", [1, pytest.param(7, marks=pytest.mark.night), 100])
+@pytest.mark.parametrize("chunk", [1, *at_night(7, 100)])
 def test_it_agrees_with_the_packed_cache(model, scheme, chunk):
     packed, simulated = both(model, scheme, by_reference=True)
     assert simulated.kind == "simulated" and simulated.name == f"{packed.name}-simulated"

@@ -27,6 +27,7 @@ def study():
     return module
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("name", "rows", "tables"), [("domain", 1 + 6, 3)])
 def test_a_study_runs_in_one_command(study, tmp_path, monkeypatch, capsys, name, rows, tables):
     texts = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -655,6 +656,7 @@ def all_kinds() -> list[str]:
     return sorted({**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
+@functools.cache
 def named() -> set[str]:
     """Those that `FAMILIES` has a model of."""
     return {f.model_type for f in FAMILIES} & set(all_kinds())

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from integrations import test_huggingface
+from nightly import at_night
 from torch._dynamo.utils import counters
 
 import kvbits
@@ -78,6 +79,7 @@ def test_two_graphs_serve_every_token_and_every_scheme():
     assert graphs() == 2
 
 
+@pytest.mark.night
 def test_prompts_of_other_lengths_compile_once_more():
     model = tiny("llama", num_hidden_layers=1)
     lengths = [[40, 23], [51, 9], [30, 30, 17], [90, 64, 2]]
@@ -90,14 +92,14 @@ def test_prompts_of_other_lengths_compile_once_more():
     assert found == [0, 2, 3, 5, 5]  # prompt and token; a second length; another batch size of both; nothing
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral_window"])
+@pytest.mark.parametrize("family", ["gemma3", *at_night("gemma2", "mistral_window")])
 def test_windows_and_softcaps(family):
     model, inputs = tiny(family), prompts([50, 33])
     want = generate(model, inputs, "int4")
     assert torch.equal(generate(compiled(model), inputs, "int4"), want) and graphs() == 2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)])
+@pytest.mark.parametrize("backend", ["aot_eager", *at_night("inductor")])
 def test_backends_that_move_and_copy_tensors(backend):
     model, inputs = tiny("llama", num_hidden_layers=2), prompts([40, 23])
     want = generate(model, inputs, "kivi4")
@@ -106,8 +108,8 @@ def test_backends_that_move_and_copy_tensors(backend):
 
 @pytest.mark.parametrize(
     "options",
-    [{"do_sample": True}, {"num_beams": 3, "max_new_tokens": 8}, {"prompt_lookup_num_tokens": 4}],
-    ids=["sampling", "beams", "prompt_lookup"],
+    [{"prompt_lookup_num_tokens": 4}, *at_night({"do_sample": True}, {"num_beams": 3, "max_new_tokens": 8})],
+    ids=["prompt_lookup", "sampling", "beams"],
 )
 def test_ways_of_generating(options):
     model, inputs = tiny("llama", num_hidden_layers=1), prompts([40])
@@ -116,7 +118,7 @@ def test_ways_of_generating(options):
     assert graphs() <= 4  # prompt lookup: chunks of verified tokens, with and without a mask
 
 
-@pytest.mark.parametrize("how", ["wrapped", "in_place"])
+@pytest.mark.parametrize("how", ["wrapped", *at_night("in_place")])
 def test_calls_without_positions_between_turns_and_crops(how):
     """Positions come from the cache, which the host cuts and fills in between."""
     model = tiny("qwen3", num_hidden_layers=1)
@@ -198,6 +200,7 @@ def test_errors_are_the_caches_own_and_leave_it_as_it_was():
         assert torch.equal(call(one, past_key_values=cache).logits, want)
 
 
+@pytest.mark.night
 def test_what_breaks_a_graph_elsewhere_breaks_no_cache():
     """A model that prints between its layers: pieces are compiled, attention is not looked into."""
     model, inputs = tiny("llama", num_hidden_layers=2), prompts([30, 12])

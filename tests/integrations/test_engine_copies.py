@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from nightly import at_night
 from ops.cpu_cases import static_params
 from ops.cuda_cases import relative_error
 
@@ -251,7 +252,7 @@ FORMS = ["kvbits_klt2", "kvbits_klt3", "kvbits_klt4", "kvbits_int4"]
 
 
 @pytest.mark.parametrize("unpacks", [False, True], ids=["packed", "unpacked"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["kvbits_klt2", *at_night(*FORMS[1:])])
 def test_each_token_is_read_from_the_copy_that_the_scheme_names(make, form, unpacks):
     """A prompt at once and one in chunks, then steps over borders of pages, beside a request that has no ring."""
     engine = make(form, 2, unpacks=unpacks)

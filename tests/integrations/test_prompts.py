@@ -333,6 +333,7 @@ def test_a_model_that_takes_media_and_names_no_token_is_refused():
         prompts.require_words(model, ids)
 
 
+@pytest.mark.night
 def test_models_of_text_take_no_media():
     with families.quiet():
         for family in families.FAMILIES:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from browser import DARK, browse, needs_browser
+from nightly import at_night
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,7 +122,7 @@ def test_every_page_is_there_and_its_lists_are_lists(site):
     "width, options, looks",
     [
         (1400, (), ["rgb(255, 255, 255)", "rgb(30, 33, 41)"]),
-        (390, (DARK,), ["rgb(30, 33, 41)", "rgb(255, 255, 255)"]),
+        *at_night((390, (DARK,), ["rgb(30, 33, 41)", "rgb(255, 255, 255)"])),
     ],
     ids=["desk", "dark phone"],
 )

@@ -63,6 +63,7 @@ def found(tmp_path_factory):
     return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.night
 def test_both_ranks_find_the_same(found):
     assert found[0] == found[1] and found[0]["fingerprints"]
 

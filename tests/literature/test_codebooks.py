@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import transformers
+from nightly import at_night
 
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate, calibrate_all
@@ -200,7 +201,7 @@ def test_calibration_files_hold_the_codebooks(tmp_path):
 
 
 @pytest.mark.parametrize("name", [n for n in schemes.PRESETS if n.startswith("nuq")])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", *at_night("qwen2", "gemma3_text")])
 def test_every_nuq_preset_serves_real_models(name, family):
     extra = (
         {"head_dim": 16, "sliding_window": 96, "layer_types": ["sliding_attention", "full_attention"]}

@@ -299,6 +299,7 @@ def start(code, home):
     return process
 
 
+@pytest.mark.night
 @needs_nvrtc
 def test_processes_that_compile_the_same_at_a_time_end_with_the_same_files(home):
     processes = [start(COMPILES, home) for _ in range(3)]

@@ -11,6 +11,7 @@ import os
 
 import pytest
 import torch
+from nightly import at_night
 from ops import emulated_gpu
 from ops.cuda_cases import Case, make, relative_error
 from ops.emulated_gpu import needs_emulation
@@ -280,7 +281,7 @@ def with_copies(name, older, newer, sinks=0, tail=0, **options):
 
 @pytest.mark.parametrize("name", ["klt2", "klt3"])
 @pytest.mark.parametrize("group", [4, 8])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [128, *at_night(64, 256)])
 def test_one_kernel_reads_pages_of_a_scheme_and_finer_copies_of_newer_ones(head_dim, group, name, emulated):
     """Sequences of both, of one of them, and of raw tokens alone; units that are one segment and that are cut."""
     older, newer = (320, 64, 0, 640, 0, 192), (448, 0, 192, 448, 0, 128)

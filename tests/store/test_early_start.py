@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from integrations.test_huggingface import tiny
+from nightly import at_night
 from store_checks import FULL, SCHEMES, SLIDING, bytes_of, cache_of, extend, ids_of, spec_of
 
 from kvbits import KVCache, PrefixStore, schemes
@@ -274,7 +275,7 @@ if sys.argv[3] == "killed":
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "ends"])
+@pytest.mark.parametrize("how", ["killed", *at_night("ends")])
 def test_a_process_that_ends_in_the_middle_leaves_the_store_as_it_was(full, how):
     store, files = full
     before = [p.read_bytes() for p in files]
