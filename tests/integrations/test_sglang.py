@@ -297,6 +297,7 @@ def test_two_ranks_give_the_tokens_of_one(model, engine, calibration, backend):
     assert found[1][-1][2] == 256
 
 
+@pytest.mark.night
 def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, calibration):
     """Up to 192 tokens every page is the first or one of the newest two: neither chunks nor tokens that decode read a
     quantized number. Longer ones read a few, and so do prompts found in the radix cache whose copies later requests
@@ -408,9 +409,8 @@ def with_and_without_drafts(engine, *args, **more):
         )
 
 
-@pytest.mark.parametrize(
-    "backend", ["kvbits_int4", *(pytest.param(f"kvbits_{x}", marks=pytest.mark.night) for x in ("int8", "klt4"))]
-)
+@pytest.mark.night
+@pytest.mark.parametrize("backend", ["kvbits_int4", "kvbits_int8", "kvbits_klt4"])
 def test_drafts_of_ngrams_leave_tokens_as_they_are(engine, calibration, backend):
     """None, some or all of a step's accepted, over borders of pages and behind hits of the radix cache."""
     name = llama_for(backend)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from integrations.inside_vllm import generate
 from integrations.judged import check, distance, random_ids
+from nightly import at_night
 
 from kvbits.errors import UnsupportedError
 from kvbits.integrations.engine.place import Copies
@@ -40,6 +41,7 @@ def test_what_all_copies_cover_is_the_model_itself(model, engine):
     assert sum(near) < 0.9 * sum(far) and sum(near) > 1e-3
 
 
+@pytest.mark.night
 def test_prompts_in_chunks_read_copies_too(model, engine):
     """Chunks of a page: those of a prompt of up to 192 tokens find all pages before them copied."""
     llm = engine("llama_plain", DTYPE, additional_config=RAW, max_num_batched_tokens=64, enable_prefix_caching=False)
@@ -71,6 +73,7 @@ def test_chunks_prefix_hits_and_windows(model, engine):
     check(model("mistral")[0], None, prompt, generate(windows, [prompt], 40)[0])
 
 
+@pytest.mark.night
 def test_random_requests_in_a_tiny_pool(model, engine):
     """Preempted, recomputed, sharing prefixes, in rows that move: copies of others are never read."""
     rng = random.Random(0)
@@ -111,7 +114,7 @@ def test_the_numbers_of_taken_blocks_travel_with_the_step():
     assert pickle.loads(pickle.dumps(step)).kvbits_taken == [3, 1]
 
 
-@pytest.mark.parametrize("forgetful", [True, False], ids=["taken", "control"])
+@pytest.mark.parametrize("forgetful", [True, *at_night(False)], ids=["taken", "control"])
 def test_blocks_that_a_connector_writes_are_read_packed(model, engine, tmp_path, monkeypatch, forgetful):
     """A pool of six blocks: each request takes those of the one before.
 

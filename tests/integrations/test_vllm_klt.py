@@ -16,6 +16,7 @@ import torch
 from integrations import vllm_cpu
 from integrations.inside_vllm import generate, said
 from integrations.judged import MODELS, VOCABULARY, check, distance, random_ids, scheme_of
+from nightly import at_night
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -94,7 +95,7 @@ def one_layer():
 MODELS |= {"one_layer": one_layer, "other": lambda: tiny.model(seed=1)}
 
 
-@pytest.mark.parametrize("name", ["stablelm", "cohere"])
+@pytest.mark.parametrize("name", ["cohere", *at_night("stablelm")])
 def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, calibration, name):
     c = calibration(name)
     llm = engine(name, "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False)
@@ -114,6 +115,7 @@ def test_a_configuration_has_the_rotary_embeddings_of_its_model(model, name):
     assert layers_of(loaded.config) == with_rotary(layer_geometries(loaded.config), loaded)
 
 
+@pytest.mark.night
 def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, calibration):
     """Up to 192 tokens every page is the first or one of the newest two: nothing that decodes reads a quantized number."""
     llm = engine("llama", "kvbits_klt2", **said(calibration("llama", "klt2")), enable_prefix_caching=False)
@@ -229,10 +231,10 @@ def layers_by_owner(llm, count):
 @pytest.mark.parametrize(
     ("draft", "options"),
     [
-        pytest.param("llama", {}, id="itself"),
-        pytest.param("other", {}, id="another"),
-        pytest.param("other", {"raw_newest": 0}, id="packed", marks=pytest.mark.night),
+        ("llama", {}),
+        *at_night(("other", {}), ("other", {"raw_newest": 0})),
     ],
+    ids=["itself", "another", "packed"],
 )
 def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, monkeypatch, tmp_path, draft, options):
     """Kept in the cache folder, while the model's is a file.
@@ -305,6 +307,7 @@ def test_heads_that_speculate_are_stored_in_eight_bits(model, engine, calibratio
     assert added.call.layout.is_centered and added.call.rings == () and all(x.call.rings for x in own)
 
 
+@pytest.mark.night
 def test_layers_of_a_scheme_file(model, engine, calibration, tmp_path):
     last = Override(layers=(-1,), key=FOUR.key, value=FOUR.value)
     two = Scheme(name="two", key=KLT.key, value=KLT.value, overrides=(last,), token_local=True)

@@ -13,6 +13,7 @@ from integrations import vllm_cpu_recurrent
 from integrations.inside_vllm import generate, said
 from integrations.judged import MODELS, VOCABULARY, check, distance, random_ids, scheme_of, transformers_logprobs
 from integrations.mimo import named_twice
+from nightly import at_night
 from transformers import (
     AutoModelForCausalLM,
     Gemma3nTextConfig,
@@ -400,13 +401,15 @@ def test_blocks_of_several_pages_have_one_format(engine, recurrent):
 @pytest.mark.parametrize(
     ("name", "dtype", "options", "limit"),
     [
-        ("gemma3n", "kvbits_int8_centered", {}, 0.1),
-        ("gemma4", "auto", {}, 1e-4),
         ("gemma4", "kvbits_int8_centered", {}, 0.1),
-        ("gemma4", "kvbits_int4", COPIES, 1.0),
-        ("llama4", "auto", {}, 1e-4),
-        ("llama4", "kvbits_int8_centered", {}, 0.1),
         ("llama4", "kvbits_int4", COPIES, 1.0),
+        *at_night(
+            ("gemma3n", "kvbits_int8_centered", {}, 0.1),
+            ("gemma4", "auto", {}, 1e-4),
+            ("gemma4", "kvbits_int4", COPIES, 1.0),
+            ("llama4", "auto", {}, 1e-4),
+            ("llama4", "kvbits_int8_centered", {}, 0.1),
+        ),
     ],
 )
 def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, engine, name, dtype, options, limit):
@@ -426,14 +429,11 @@ def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, eng
     [
         ("gemma4_wide", "auto"),
         ("mimo", "auto"),
-        ("mimo", "kvbits_int8_centered"),
-        *(
-            pytest.param(*case, marks=pytest.mark.night)
-            for case in (
-                ("gemma4_wide", "kvbits_int8_centered"),
-                ("gemma4_wide", "kvbits_int4"),
-                ("mimo", "kvbits_int4"),
-            )
+        *at_night(
+            ("gemma4_wide", "kvbits_int8_centered"),
+            ("gemma4_wide", "kvbits_int4"),
+            ("mimo", "kvbits_int8_centered"),
+            ("mimo", "kvbits_int4"),
         ),
     ],
 )
@@ -459,7 +459,7 @@ def named(name):
     return {"attention_backend": "KVBITS"} if name == "gemma4_wide" else {}
 
 
-@pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
+@pytest.mark.parametrize("name", ["gemma4_wide", *at_night("mimo")])
 def test_copies_of_heads_of_512_and_of_unlike_widths(model, engine, name):
     """Those of short requests hold all their tokens, so nothing that decodes reads a quantized number."""
     llm = engine(name, "kvbits_int4", **named(name), enable_prefix_caching=False, **COPIES)
@@ -467,7 +467,8 @@ def test_copies_of_heads_of_512_and_of_unlike_widths(model, engine, name):
     assert all(distance(model(name)[0], *x) < 1e-3 for x in zip(prompts, generate(llm, prompts, 20), strict=True))
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma4_wide", marks=pytest.mark.night), "mimo"])
+@pytest.mark.night
+@pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
 def test_drafts_with_heads_of_512_and_with_unlike_widths(model, engine, name):
     """Whose rows are of unlike lengths."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

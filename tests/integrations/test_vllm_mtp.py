@@ -63,9 +63,8 @@ def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, ca
     assert some_accepted(llm), heads.accepted(llm)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "limit"), [pytest.param("kvbits_int8_centered", 0.05, marks=pytest.mark.night), ("kvbits_klt4", 0.4)]
-)
+@pytest.mark.night
+@pytest.mark.parametrize(("dtype", "limit"), [("kvbits_int8_centered", 0.05), ("kvbits_klt4", 0.4)])
 def test_newest_tokens_may_be_raw(model, engine, calibration, dtype, limit):
     """In the model's own layers, not in the head.
 

@@ -43,9 +43,8 @@ def load(llm, count, seed, most=120):
     return prompts, [read(o) for o in outputs]
 
 
-@pytest.mark.parametrize(
-    "owned", [pytest.param(True, id="requests"), pytest.param(False, id="control", marks=pytest.mark.night)]
-)
+@pytest.mark.night
+@pytest.mark.parametrize("owned", [True, False], ids=["requests", "control"])
 def test_requests_that_come_and_go_keep_their_copies(model, engine, monkeypatch, owned):
     """All tokens of these requests are copied, so each answer is the model's, whoever ran beside it.
 

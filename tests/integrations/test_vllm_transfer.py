@@ -81,6 +81,7 @@ def process(*arguments):
         os.sched_setaffinity(0, affinity)
 
 
+@pytest.mark.night
 @pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NIXL is not installed (run_vllm_cpu.sh installs it)"
 )
