@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 import re
+from collections import Counter
 
 import pytest
 import tiny
@@ -449,6 +450,14 @@ def test_the_wanted_needles_are_those_of_the_names_asked_for():
     assert [h.split()[1] for h in chain.hidden] == chain.wanted and [
         h.split()[-1].rstrip(".") for h in chain.hidden[1:]
     ] == chain.wanted[:-1]
+
+
+@pytest.mark.parametrize("shown", [200, 1000])
+def test_the_wanted_words_of_a_coded_text_are_those_that_come_most_often(shown):
+    for seed in range(100):
+        asked = TASKS["fwe"](random.Random(seed), iter(()), 4096)
+        counts = Counter(word.strip() for word in itertools.islice(asked.body, shown))
+        assert [word for word, _ in counts.most_common(3)] == asked.wanted
 
 
 def test_ruler_counts_what_an_answer_has_of_what_was_wanted(model, tmp_path, monkeypatch):

@@ -216,9 +216,19 @@ def common(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
 def frequent(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
     """Make a task fwe: the k-th of many made-up words comes with a share of k ** -2."""
     coded = ["".join(rng.choices(string.ascii_lowercase, k=6)) for _ in range(50)]
-    drawn = [f" {w}" for w in rng.choices(coded, [k**-2.0 for k in range(1, 51)], k=length)]
+
+    def text() -> Iterator[str]:
+        """Yield blocks in any order, each of which makes up what a word's share of all words so far still asks for."""
+        total, shown = sum(k**-2.0 for k in range(1, 51)), dict.fromkeys(coded, 0)
+        for n in itertools.count(64, 64):
+            due = {w: round(n * k**-2.0 / total) - shown[w] for k, w in enumerate(coded, 1)}
+            block = [f" {w}" for w, times in due.items() for _ in range(times)]
+            for w, times in due.items():
+                shown[w] += times
+            yield from rng.sample(block, len(block))
+
     lead = "Below is a coded text. Find the three coded words that come most often.\n"
-    return Asked(lead, drawn, [], "\nThe three coded words that come most often are:", coded[:3], 32)
+    return Asked(lead, text(), [], "\nThe three coded words that come most often are:", coded[:3], 32)
 
 
 def facts(hops: int) -> Callable[[random.Random, Iterator[str], int], Asked]:
