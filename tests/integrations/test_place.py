@@ -72,6 +72,7 @@ class Engine:
         self.rng, self.first, self.newest = random.Random(seed), first, newest
         self.rings, self.packed = Rings(rings, logging.getLogger(__name__)), 0
         self.places = empty(device, newest, first, count=rings)
+        self.places.step = 2**31 - 20  # so that numbers of steps start again
         self.free = list(range(1, BLOCKS))
         self.users = dict.fromkeys(self.free, 0)
         self.stored: dict[int, int] = {}  # slot: token

@@ -152,6 +152,10 @@ class Places:
     copies: Copies | None
     step: int = 0
 
+    def advance(self) -> None:
+        """Count a step. Stamps have 31 bits, after which numbers start again at 1."""
+        self.step = self.step % (2**31 - 1) + 1
+
     @classmethod
     def empty(
         cls,
@@ -233,7 +237,7 @@ def place(
             those that `holds` has room for: none. None where no page is copied.
     """
     check(places, seq_lens, starts, table, slots, rings)
-    places.step += 1
+    places.advance()
     n, rows, size = len(slots), len(seq_lens), places.page_size
     lens, begins, blocks, stamps = (x.numpy() for x in (seq_lens, starts, table, places.stamps))
     token = np.arange(n)

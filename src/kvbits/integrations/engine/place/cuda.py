@@ -82,7 +82,7 @@ def place(
 ) -> None:
     """Launch the kernel that fills `places`, without waiting."""
     check(places, seq_lens, starts, table, slots, rings)
-    places.step = places.step % (2**31 - 1) + 1
+    places.advance()
     args = _Args(
         seq_lens=seq_lens.data_ptr(),
         starts=starts.data_ptr(),
