@@ -1,6 +1,6 @@
 # make demo   set up an environment and run the main job on an embedded real model, offline after the installation
 # make quick  lint, types, spec, quantization, contracts and the CPU kernels: the tests to run before each commit
-# make test   set up an environment, lint, and run every test
+# make test   set up an environment, lint, and run the tests, one case of each path
 # make test-gpu   the tests that need a GPU; the pass is recorded in benchmarks/results/gpu_tests.json
 # make thorough   random tests with 1,000 examples each (a machine of random operations with 300), other ones each time; KVBITS_CPU_TIER=avx2 for another tier
 # make lint   style, format and types
@@ -9,7 +9,7 @@
 # make site   the documentation as a site, into build/site; a broken link fails
 # make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails where one spills more than its test states, and prints what is spilt (NVRTC, no GPU; an hour and more)
 # make page   what one point costs, on a CPU with the embedded model: the tasks of docs/results/points.md into PAGE=build/page; continues where it stopped (hours)
-# make night   nightly: what the gate leaves out of the tests inside vLLM and SGLang (minutes each), the oldest releases that are served, and the newest against what the plugins declare
+# make night   nightly: the cases that make test and the gate leave out, here and inside vLLM and SGLang, the oldest releases that are served, and the newest against what the plugins declare
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
 VENV ?= .venv
