@@ -57,6 +57,7 @@ def half(x):
     return np.asarray(x, np.float32).astype(np.float16).astype(np.float64)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("bits", [4, 3])
 def test_turboquant_s_keys_are_levels_of_the_normal_distribution_as_long_as_the_key(bits):
     x, peer = numbers(), PEERS[f"turboquant_{bits}bit_nc"]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from nightly import at_night
 from transformers import DynamicCache
 
 from kvbits import KVCache, schemes
@@ -50,7 +49,8 @@ def test_without_a_variant_it_is_the_models_own_attention(simulation):
     assert torch.allclose(simulated, study.hidden(found.model, texts[3]), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["klt3", *at_night("klt4")])
+@pytest.mark.night
+@pytest.mark.parametrize("name", ["klt3", "klt4"])
 def test_codes_lose_what_they_lose_in_the_packed_cache(simulation, name):
     found, texts = simulation
     calibration = calibrate(found.model, [*texts[:3, None]], name)
