@@ -234,10 +234,10 @@ def test_a_symbol_is_wrapped_once_and_what_is_broken_is_left_alone(engine):
             wraps("an_engine:Engine.handed_on", otherwise="elsewhere"),
         ],
     )
-    doubled = lambda original: lambda self, *given, **named: (original, given, named)  # noqa: E731
+    returned = lambda original, owner, *given, **named: (original, given, named)  # noqa: E731
     for _ in range(2):
         for path in found.symbols:
-            found.wrap(path, doubled, absent=print if path.endswith("handed_on") else None)
+            found.wrap(path, returned, absent=print if path.endswith("handed_on") else None)
     from an_engine.parts import Engine, cached, engine
 
     original, given, named = engine.run(1, y=2)
