@@ -298,7 +298,7 @@ def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, 
     found = prefill.Prefill(query_lens, query_lens + history, table, call)
     q, k, v = (torch.cat(x) for x in zip(*given, strict=True))
     out = torch.full((*q.shape[:2], values), torch.nan)
-    found.run(call, q, k, v, out, pages)
+    found.run(call, q, k, v, out, [PageStore(layout, (pages,))])
     torch.testing.assert_close(out.double(), torch.cat(want), atol=1e-5, rtol=1e-5)
 
 
