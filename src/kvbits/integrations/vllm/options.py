@@ -26,9 +26,9 @@ class Options(engine.Options):
         dtype: the format where `--kv-cache-dtype` has a closed list (`dtypes`).
     """
 
-    scheme: str = dataclasses.field(default="", metadata={"what": "a scheme file"})
-    observe: bool = False
-    dtype: str = dataclasses.field(default="", metadata={"what": "a kvbits dtype"})
+    scheme: str = engine.option("", "the name of a scheme file")
+    observe: bool = engine.option(False, "true or false")
+    dtype: str = engine.option("", "the name of a kvbits dtype")
 
     @property
     def named(self) -> str | None:
