@@ -9,6 +9,7 @@ trees.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -84,6 +85,11 @@ def _declaring(kind: str) -> Callable[..., Symbol]:
 
 
 reads, calls, wraps, overrides = map(_declaring, ("read", "called", "wrapped", "overridden"))
+
+
+def needed_by(feature: str, *symbols: Symbol) -> list[Symbol]:
+    """Return the symbols as those that one feature needs."""
+    return [dataclasses.replace(symbol, feature=feature) for symbol in symbols]
 
 
 def look_up(path: str) -> Any:
