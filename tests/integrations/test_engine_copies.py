@@ -22,7 +22,7 @@ from kvbits.integrations.engine.options import Options
 from kvbits.integrations.engine.prefill import prefills, scratch_for
 from kvbits.integrations.engine.rings import Rings
 from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE, Ring
-from kvbits.integrations.engine.step import Placer, Step
+from kvbits.integrations.engine.step import Placer
 from kvbits.ops import dispatch, store
 from kvbits.ops.reference.attend import PageList, judge
 from kvbits.ops.types import PageStore
@@ -126,9 +126,7 @@ class Engine:
         starts = torch.tensor([0, *np.cumsum(counts)]).int()
         given = [torch.from_numpy(lens).int(), starts, table, torch.tensor(slots), torch.from_numpy(self.ring(rows))]
         seq_lens, starts, table, slots, rings = (x.to(self.device) for x in given)
-        placed = self.placer.run(seq_lens, starts, table, slots, rings)
-        tokens = decoding * self.num_queries
-        step = Step(len(slots), tokens, slots, *placed)
+        step = self.placer.step(decoding * self.num_queries, seq_lens, starts, table, slots, rings)
         if decoding:
             step.decodes = {self.call: self.decode}
             self.decode.update(table[:decoding], seq_lens[:decoding], None)

@@ -26,16 +26,15 @@ class Step:
     """One step, for all layers of one pool of pages.
 
     Attributes:
-        num_tokens: of the step, padding of a graph included.
-        num_decode_tokens: the first of them, read by `decodes`; the others by `prefills`.
-        slot_mapping: int64 [num_tokens]; below 0: not stored.
+        num_decode_tokens: the first tokens, read by `decodes`; the others by `prefills`.
+        slot_mapping: int64 [num_tokens], padding of a graph included; below 0: not stored.
         previous_page: int64 [num_tokens] as `ops.store` takes it; None where pages have no mean.
         starts: int32 [num_tokens]; None where no layer's keys are turned back.
         copy_slots: int64 [num_tokens] for each format of copies: where each token goes, -1 for none.
         prefills: each a `prefill.Prefill`.
+        positions: int64 [num_tokens], where an engine sums up queries and keys for a calibration; else None.
     """
 
-    num_tokens: int
     num_decode_tokens: int
     slot_mapping: torch.Tensor
     previous_page: torch.Tensor | None
@@ -43,10 +42,15 @@ class Step:
     copy_slots: tuple[torch.Tensor, ...]
     decodes: dict[Call, Decode] = field(default_factory=dict)
     prefills: dict[Call, Any] = field(default_factory=dict)
+    positions: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slot_mapping)
 
 
 class Placer:
-    """Runner of `place` for the layers of `calls`, with the buffers that it fills.
+    """Maker of steps for the layers of `calls`: it runs `place`, with the buffers that `place` fills.
 
     It fills nothing where no page has a mean or is in a frame, and none is copied.
 
@@ -69,11 +73,9 @@ class Placer:
         num_pages: int,
         device: torch.device,
     ) -> None:
-        centered, turned, rings = (
-            any(c.layout.is_centered for c in calls),
-            any(c.layout.key.needs_rotary for c in calls),
-            _common(calls),
-        )
+        centered = any(c.layout.is_centered for c in calls)
+        turned = any(c.layout.key.needs_rotary for c in calls)
+        rings = _common(calls)
         self._places: Places | None = None
         self.copies: Copies | None = None
         if not centered and not rings and not turned:
@@ -89,23 +91,22 @@ class Placer:
             self.copies = Copies.empty(rings, count=copied, rows=rows, **sizes)
         self._places = Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=self.copies, **sizes)
 
-    def run(
+    def step(
         self,
+        num_decode_tokens: int,
         seq_lens: torch.Tensor,
         starts: torch.Tensor,
         table: torch.Tensor,
         slots: torch.Tensor,
         rings: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """Return `Step`'s previous_page, starts and copy_slots; arguments as `place` takes them.
-
-        One launch, waits for nothing.
-        """
+    ) -> Step:
+        """Return a step that has no rows yet; arguments as `place` takes them. One launch, waits for nothing."""
         if (p := self._places) is None:
-            return None, None, ()
+            return Step(num_decode_tokens, slots, None, None, ())
         self._place(p, seq_lens, starts, table, slots, rings)
         before, first = ((None if x is None else x[: len(slots)]) for x in (p.previous, p.starts))
-        return before, first, tuple(f.slots[: len(slots)] for f in p.copies.formats) if p.copies else ()
+        copied = tuple(f.slots[: len(slots)] for f in p.copies.formats) if p.copies else ()
+        return Step(num_decode_tokens, slots, before, first, copied)
 
 
 def _common(calls: list[Call]) -> tuple[Ring, ...]:

@@ -24,7 +24,7 @@ from ..engine.layer import Layer
 from ..engine.prefill import prefills, scratch_for
 from ..engine.rings import Rings
 from ..engine.served import FORMATS, PAGE_SIZE
-from ..engine.step import Placer, Step
+from ..engine.step import Placer
 from ..engine.turns import page_turn
 from .flash import flash_for
 from .options import calibration_of, model_of, options_of
@@ -58,10 +58,8 @@ class KVBitsBackend(AttentionBackend):
         self._rows = runner.req_to_token_pool
         self._req_to_token = self._rows.req_to_token
         self._requests, self._device = self._rows.size, torch.device(runner.device)
-        self._sizes = (
-            config.context_len,
-            (args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len),
-        )
+        chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len
+        self._sizes = config.context_len, chunk
         # of copies, and which each row of `req_to_token` has, as kernels know it
         self._rings = Rings(min(pool.copied, self._requests), logger)
         self._ring_of = torch.full((len(self._req_to_token),), -1, dtype=torch.int32, device=self._device)
@@ -91,10 +89,8 @@ class KVBitsBackend(AttentionBackend):
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
         # of rows that decode, as what follows, where captured graphs find it
         self._starts = torch.arange(self._requests + 1, **integers) * self._num_queries
-        self._table, self._lens = (
-            torch.zeros(self._requests, longest, **integers),
-            torch.zeros(self._requests, **integers),
-        )
+        self._table = torch.zeros(self._requests, longest, **integers)
+        self._lens = torch.zeros(self._requests, **integers)
         self._slots = torch.zeros(self._requests * self._num_queries, dtype=torch.int64, device=self._device)
         if get_parallel().tp_rank == 0:
             found = Announcement(
@@ -170,8 +166,8 @@ class KVBitsBackend(AttentionBackend):
         else:
             starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
             self._give_rings()
-        placed = self._placer.run(lens, starts, table, slots, self._ring_of[requests])
-        self._step = Step(len(slots), len(slots) if mode == self._mode else 0, slots, *placed)
+        decoding = len(slots) if mode == self._mode else 0
+        self._step = self._placer.step(decoding, lens, starts, table, slots, self._ring_of[requests])
         if mode == self._mode:
             self._step.decodes = self._decodes
             for decode in self._decodes.values():

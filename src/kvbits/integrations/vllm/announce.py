@@ -103,7 +103,7 @@ def _bits(vllm_config: Any) -> float:
     held = numbers = 0.0
     for i, form, g in zip(stored_at(config), forms, layers, strict=True):
         raw = str(i) in skipped or (g.sliding_window is not None and "sliding_window" in skipped)
-        layout = (RAW if raw or form is None else form).layout(g.num_kv_heads, g.head_dim, g.value_head_dim, raw_dtype)
+        layout = (RAW if raw or not form else form).layout(g.num_kv_heads, g.head_dim, g.value_head_dim, raw_dtype)
         count = g.num_kv_heads * (g.head_dim + g.value_head_dim)
         held, numbers = held + layout.bits_per_element * count, numbers + count
     return held / numbers

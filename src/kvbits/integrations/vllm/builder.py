@@ -16,14 +16,13 @@ from ...later import upload
 from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.decode import Decode, Ragged
 from ..engine.prefill import prefills
-from ..engine.step import Placer
+from ..engine.step import Placer, Step
 from .formats import PAGE_SIZE
 from .impl import KVBitsImpl
-from .metadata import KVBitsMetadata
 from .options import options_of
 
 
-class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
+class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
     """Owns the decode plans of a KV-cache group, of fixed size."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -85,8 +84,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> KVBitsMetadata:
-        """Return the step's metadata; launches only, waits for nothing."""
+    ) -> Step:
+        """Return the step, whose rows that decode vLLM puts first; launches only, waits for nothing."""
         m = common_attn_metadata
         if m.causal is not True:
             raise UnsupportedError("kvbits' attention is causal; this model asks for attention in both directions")
@@ -100,8 +99,14 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             and num_queries * num_decodes == num_decode_tokens
         )
         ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
-        found = KVBitsMetadata(
-            m.num_actual_tokens, num_decode_tokens, m.slot_mapping[: m.num_actual_tokens], *self._place(m)
+        rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
+        found = self._placer.step(
+            num_decode_tokens,
+            m.seq_lens[:rows],
+            m.query_start_loc[: rows + 1],
+            m.block_table_tensor[:rows],
+            slots,
+            upload(self._pool.rings_of(m), self.device) if self._placer.copies else None,
         )
         if options_of(self.vllm_config).observe:
             found.positions = self._positions(m)
@@ -111,7 +116,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
                 decode.update(m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes], ragged)
         if num_prefills:
             query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
-            table = m.block_table_tensor[num_decodes : m.num_reqs]
+            table = m.block_table_tensor[num_decodes:rows]
             found.prefills = prefills(self.calls, query_lens, seq_lens, table, self._placer.copies)
         return found
 
@@ -146,13 +151,3 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         """Return int64 [tokens]: the row of each token; the last one's for padding."""
         each = torch.arange(tokens, device=self.device, dtype=torch.int32)
         return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
-
-    def _place(
-        self, m: CommonAttentionMetadata
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """Return pages before those that open, starts of pages, and slots of copies."""
-        rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
-        rings = upload(self._pool.rings_of(m), self.device) if self._placer.copies else None
-        return self._placer.run(
-            m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, rings
-        )

@@ -89,7 +89,6 @@ CONTRACT = Contract(
             f"{_attention}:AttentionImpl.forward",
             "layer query key value kv_cache attn_metadata output output_scale output_block_scale",
         ),
-        reads(f"{_attention}:AttentionMetadata"),
         reads(f"{_attention}:AttentionMetadataBuilder", "reorder_batch_threshold"),
         calls(f"{_attention}:AttentionMetadataBuilder.__init__", "kv_cache_spec layer_names vllm_config device"),
         calls(
