@@ -25,7 +25,9 @@ from ..rotary import layers_of
 from .options import Options
 
 found_by_check, accuracy = checked.find, checked.said
-"""What `kvbits check` found of a preset on a model, and a clause on it: this module alone imports `calibrate`."""
+"""The result that `kvbits check` found of a preset on a model, and a clause on it. Others take both from here: this
+module alone imports `calibrate`.
+"""
 
 
 @dataclass(eq=False)
