@@ -26,7 +26,7 @@ from kvbits.integrations.engine import calibrated, prefill
 from kvbits.integrations.engine.layer import Layer
 from kvbits.integrations.engine.options import Options
 from kvbits.integrations.engine.served import LISTED, RAW, WIDEST, WIDEST_CALIBRATED
-from kvbits.integrations.engine.step import Placer
+from kvbits.integrations.engine.step import Steps
 from kvbits.integrations.engine.turns import page_turn
 from kvbits.integrations.vllm import dtypes, formats, releases, scheme_file
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
@@ -313,7 +313,7 @@ def test_chunks_read_raw_copies_where_they_are(attend, sink):
     rings = Options(raw_newest=64, raw_first=64).rings(FORMATS["kvbits_int4"], layout)
     call = prefill.Call(layout, 4, torch.float32, 0.2, None, None, scratch, attend, rings)
     device, sizes = torch.device("cpu"), {"copied": 1, "rows": 2, "tokens": 400, "num_pages": 20}
-    placer = Placer([call], device=device, **sizes)
+    plans = Steps([call], num_queries=[1], device=device, **sizes)
     layer = Layer("0", call, device, sink=sink_part(torch.tensor([0.5, -1, 2, 0]), 64, torch.float32) if sink else None)
     layer.take_copies(1)
     pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
@@ -325,8 +325,8 @@ def test_chunks_read_raw_copies_where_they_are(attend, sink):
         at = [torch.arange(a, b) for _, a, b in rows]
         slots = torch.cat([table[row, x // PAGE_SIZE] * PAGE_SIZE + x % PAGE_SIZE for row, x in enumerate(at)]).long()
         starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
-        step = placer.step(0, torch.from_numpy(ends).int(), starts, table, slots, rings)
-        step.prefills = prefill.prefills([call], lens, ends, table, placer.copies)
+        step = plans.begin(0, torch.from_numpy(ends).int(), starts, table, slots, rings)
+        plans.prefill(step, lens, ends, table)
         asked, keys, values = (torch.cat([x[row, a:b] for row, a, b in rows]) for x in (q, k, v))
         out = torch.full_like(asked, torch.nan)
         layer.run(step, asked, keys, values, out, pages)

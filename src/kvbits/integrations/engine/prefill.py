@@ -203,14 +203,3 @@ def _table(ids: np.ndarray, pages: np.ndarray) -> Table:
     numbers = np.resize(ids, (1, width)), [tokens], np.resize(pages[:, [POSITION, VISIBLE]], (1, width, 2))
     block, count, spans = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in numbers)
     return Table(block, count, spans=spans)
-
-
-def prefills(
-    calls: Sequence[Call],
-    query_lens: np.ndarray,
-    seq_lens: np.ndarray,
-    block_table: torch.Tensor,
-    copies: Copies | None,
-) -> dict[Call, Prefill]:
-    """Return `Step.prefills` of a step's prompts, for layers of these calls; arguments as `Prefill` takes them."""
-    return {c: Prefill(query_lens, seq_lens, block_table, c, copies if c.rings else None) for c in calls}

@@ -14,9 +14,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from ...errors import UnsupportedError
 from ...later import upload
 from ...ops.cuda.ahead import MAX_QUERIES
-from ..engine.decode import Decode, Ragged
-from ..engine.prefill import prefills
-from ..engine.step import Placer, Step
+from ..engine.decode import Ragged
+from ..engine.step import Step, Steps
 from .formats import PAGE_SIZE
 from .impl import KVBitsImpl
 from .options import options_of
@@ -53,27 +52,27 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
                     " kvbits plugin"
                 )
             impl.take_copies()
-        self.calls = list(dict.fromkeys(impl.call for impl in impls))
+        calls = [impl.call for impl in impls]
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
-        if getattr(kv_cache_spec, "attention_chunk_size", None) and any(c.layout.key.needs_rotary for c in self.calls):
+        if getattr(kv_cache_spec, "attention_chunk_size", None) and any(c.layout.key.needs_rotary for c in calls):
             raise UnsupportedError(
                 "layers that attend in chunks count from a chunk's start, calibrated keys from a request's; use"
                 " kvbits_int8_centered"
             )
         cache = vllm_config.cache_config  # whose blocks are of several pages in hybrids
         self._pool = impls[0].pool  # of the worker's copies
-        self._placer = Placer(
-            self.calls,
+        self._steps = Steps(
+            calls,
+            num_queries={1, threshold},
             copied=self._pool.count,
             rows=rows,
             device=device,
             tokens=config.max_num_batched_tokens + rows * threshold,  # drafts come on top of a full step
             num_pages=(cache.num_gpu_blocks or 1) * cache.block_size // PAGE_SIZE,
         )
-        if copies := self._placer.copies:
+        if copies := self._steps.copies:
             self._pool.states.add(copies)
-        self._decodes = {n: {c: Decode(c, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -94,30 +93,28 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
         num_queries = num_decode_tokens // num_decodes if num_decodes else 1
         lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
         uniform = (
-            num_queries in self._decodes
+            num_queries in (1, threshold)
             and bool(((lens == num_queries) | (lens == 0)).all())
             and num_queries * num_decodes == num_decode_tokens
         )
         ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
         rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
-        found = self._placer.step(
+        found = self._steps.begin(
             num_decode_tokens,
             m.seq_lens[:rows],
             m.query_start_loc[: rows + 1],
             m.block_table_tensor[:rows],
             slots,
-            upload(self._pool.rings_of(m), self.device) if self._placer.copies else None,
+            upload(self._pool.rings_of(m), self.device) if self._steps.copies else None,
         )
         if options_of(self.vllm_config).observe:
             found.positions = self._positions(m)
         if num_decodes:
-            found.decodes = self._decodes[num_queries if uniform else threshold]
-            for decode in found.decodes.values():
-                decode.update(m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes], ragged)
+            table, lens = m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes]
+            self._steps.decode(found, num_queries if uniform else threshold, table, lens, ragged)
         if num_prefills:
             query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
-            table = m.block_table_tensor[num_decodes:rows]
-            found.prefills = prefills(self.calls, query_lens, seq_lens, table, self._placer.copies)
+            self._steps.prefill(found, query_lens, seq_lens, m.block_table_tensor[num_decodes:rows])
         return found
 
     def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:
