@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 DOCUMENTS = (
     "docs/guide/vllm.md",
+    "docs/guide/sglang.md",
     "docs/results/benchmarks.md",
     "docs/results/evaluation.md",
     "docs/internals/serving.md",
@@ -417,6 +418,26 @@ def turns() -> str:
     return f"{head}\n\n{said}\n\n{measured(data, rows, 'python benchmarks/bench_serve_vllm.py turns')}"
 
 
+def host_memory() -> str:
+    """Long chats in SGLang on a CPU by format: the newest load, with pages in host memory and without."""
+    data = run_files.read(RESULTS.parent / "cpu" / "serve_sglang.json")
+    newest = data["rows"][-1]
+    rows = [r for r in data["rows"] if (r["users"], r["load"]) == (newest["users"], newest["load"])]
+    ratios = sorted({r["options"].get("hicache_ratio", 0) for r in rows})
+    by = {(r["kv_cache_dtype"], r["options"].get("hicache_ratio", 0)): r for r in rows}
+    cell = lambda r: f"{r['hit_rate']:.0%}, {r['host_rate']:.0%}"  # noqa: E731
+    lines = [[f"`{d}`", *(cell(by[d, ratio]) if (d, ratio) in by else "" for ratio in ratios)] for d in columns(rows)]
+    titles = [f"`--hicache-ratio {ratio:g}`" if ratio else "without host memory" for ratio in ratios]
+    head = table(["share of prompt tokens found, and loaded from host memory", *titles], lines)
+    load = newest["load"]
+    said = (
+        f"{newest['users']} users, {load['running']} requests at once; chats of {load['history'][0]:,} to"
+        f" {load['history'][1]:,} tokens, {load['think_s']:g} s of thought between turns; the device has room for"
+        f" {newest['capacity_tokens']:,} tokens. A {newest['geometry']} model with random weights, on a CPU."
+    )
+    return f"{head}\n\n{said}\n\n{measured(data, rows, 'python benchmarks/bench_serve_sglang.py --users 64')}"
+
+
 def profile() -> str:
     """Where the microseconds of vLLM's steps go, at each shape."""
     data = run_files.read(RESULTS.parent / "nvidia-h100" / "profile_vllm.json")
@@ -633,6 +654,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         prefix_hits,
         goodput,
         turns,
+        host_memory,
         profile,
     )
 }

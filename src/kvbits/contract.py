@@ -9,6 +9,7 @@ trees.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -84,6 +85,11 @@ def _declaring(kind: str) -> Callable[..., Symbol]:
 
 
 reads, calls, wraps, overrides = map(_declaring, ("read", "called", "wrapped", "overridden"))
+
+
+def needed_by(feature: str, *symbols: Symbol) -> list[Symbol]:
+    """Return the symbols as those that one feature needs."""
+    return [dataclasses.replace(symbol, feature=feature) for symbol in symbols]
 
 
 def look_up(path: str) -> Any:
@@ -172,10 +178,11 @@ class Contract:
                 )
         return None
 
-    def wrap(self, path: str, wrapper: Callable[[Any], Any], owner: Any = None, absent: Any = None) -> None:
-        """Put `wrapper(original)` in a declared symbol's place, once; nothing where its probe failed.
+    def wrap(self, path: str, hook: Callable[..., Any], owner: Any = None, absent: Any = None) -> None:
+        """Have `hook` called in a declared symbol's place, from now on; nothing changes where its probe failed.
 
         Args:
+            hook: takes the original, then what the symbol is called with. The original of a class method is bound.
             owner: module or class that has it, if another than the path's.
             absent: the original where there is none.
         """
@@ -189,6 +196,10 @@ class Contract:
         original = getattr(owner, name, absent)
         if original is None or hasattr(original, "kvbits_original"):
             return
-        wrapped: Any = functools.wraps(original)(wrapper(original))
-        wrapped.kvbits_original = original
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            return hook(original, *args, **options)
+
+        vars(wrapped)["kvbits_original"] = original
         setattr(owner, name, classmethod(wrapped) if inspect.ismethod(original) else wrapped)

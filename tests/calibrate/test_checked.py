@@ -13,7 +13,6 @@ import torch
 from kvbits import schemes
 from kvbits.calibrate import checked
 from kvbits.calibrate.checked import Checked
-from kvbits.integrations.engine.calibrated import accuracy
 from kvbits.model_ref import ModelRef
 
 FOUND = Checked(passed=True, kl=0.00152, tokens=1022, day="2026-11-27", command="kvbits check M --scheme klt4")
@@ -72,15 +71,15 @@ def test_a_preset_that_changed_is_not_measured(folder, home, monkeypatch):
 
 def test_an_engine_says_what_was_measured_or_that_nothing_was(folder, home):
     config = ModelRef(folder).config
-    unknown = accuracy(ModelRef(folder, config), "klt4")
+    unknown = checked.said(ModelRef(folder, config), "klt4")
     assert "not measured" in unknown and f"kvbits check {folder} --scheme klt4" in unknown
     checked.keep(ModelRef(folder), "klt4", FOUND)
-    assert accuracy(ModelRef(folder, config), "klt4") == (
+    assert checked.said(ModelRef(folder, config), "klt4") == (
         "KL 0.00152 nats (1,022 tokens, 2026-11-27): kvbits check M --scheme klt4"
     )
     checked.keep(ModelRef(folder), "klt3", Checked(passed=False, kl=1.5, tokens=2, day="2026-11-27", command="c"))
-    assert "fails" in accuracy(ModelRef(folder, config), "klt3")
-    assert "not measured" in accuracy(ModelRef("nobody/has-this-model", config), "klt4")
+    assert "fails" in checked.said(ModelRef(folder, config), "klt3")
+    assert "not measured" in checked.said(ModelRef("nobody/has-this-model", config), "klt4")
 
 
 def test_weights_that_cannot_be_read_are_not_measured(folder, home, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 from integrations.syntax_trees import Package, parsed
 
 import kvbits
-from kvbits.contract import Contract, Seen, Symbol, calls, overrides, reads, wraps
+from kvbits.contract import Contract, Seen, Symbol, calls, needed_by, overrides, reads, wraps
 from kvbits.integrations.sglang import releases as sglang_releases
 
 HERE = Path(kvbits.__file__).parent / "integrations"
@@ -212,7 +212,7 @@ def test_a_start_is_refused_for_what_its_features_need_alone(engine):
         "Engine",
         ("an-engine",),
         "1 to 2",
-        [reads("an_engine:Engine", "gone", feature="raw copies"), reads("an_engine:kept")],
+        [*needed_by("raw copies", reads("an_engine:Engine", "gone")), reads("an_engine:kept")],
     )
     assert found.refuses() is found.refuses("centred keys") is None
     why = found.refuses("raw copies")
@@ -234,10 +234,10 @@ def test_a_symbol_is_wrapped_once_and_what_is_broken_is_left_alone(engine):
             wraps("an_engine:Engine.handed_on", otherwise="elsewhere"),
         ],
     )
-    doubled = lambda original: lambda self, *given, **named: (original, given, named)  # noqa: E731
+    returned = lambda original, owner, *given, **named: (original, given, named)  # noqa: E731
     for _ in range(2):
         for path in found.symbols:
-            found.wrap(path, doubled, absent=print if path.endswith("handed_on") else None)
+            found.wrap(path, returned, absent=print if path.endswith("handed_on") else None)
     from an_engine.parts import Engine, cached, engine
 
     original, given, named = engine.run(1, y=2)

@@ -17,13 +17,12 @@ from ops.cuda_cases import relative_error
 
 from kvbits.errors import UnsupportedError
 from kvbits.integrations.engine.call import Call
-from kvbits.integrations.engine.decode import Decode
 from kvbits.integrations.engine.layer import Layer
 from kvbits.integrations.engine.options import Options
-from kvbits.integrations.engine.prefill import prefills, scratch_for
+from kvbits.integrations.engine.prefill import scratch_for
 from kvbits.integrations.engine.rings import Rings
 from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE, Ring
-from kvbits.integrations.engine.step import Placer, Step
+from kvbits.integrations.engine.step import Steps
 from kvbits.ops import dispatch, store
 from kvbits.ops.reference.attend import PageList, judge
 from kvbits.ops.types import PageStore
@@ -94,14 +93,13 @@ class Engine:
             options.rings(FORMATS[form], layout),
         )
         sizes = {"rows": ROWS, "tokens": TOKENS, "num_pages": BLOCKS, "device": self.device}
-        self.placer = Placer([self.call], copied=count, **sizes)
+        self.num_queries = 1 + drafts
+        self.steps = Steps([self.call], num_queries=[self.num_queries], copied=count, **sizes)
         static = {name: x.to(self.device) for name, x in self.static.items()}
         self.layer = Layer("0", self.call, self.device)
         self.layer.calibrate(static, None)
         self.layer.take_copies(count)
         self.pages = torch.zeros(BLOCKS, HEADS, layout.head_bytes, dtype=torch.uint8, device=self.device)
-        self.num_queries = 1 + drafts
-        self.decode = Decode(self.call, ROWS, self.num_queries, self.device, self.placer.copies)
         self.rings = Rings(count, logging.getLogger(__name__))
         self.free, self.made = list(range(1, BLOCKS)), 0
 
@@ -127,16 +125,11 @@ class Engine:
         starts = torch.tensor([0, *np.cumsum(counts)]).int()
         given = [torch.from_numpy(lens).int(), starts, table, torch.tensor(slots), torch.from_numpy(self.ring(rows))]
         seq_lens, starts, table, slots, rings = (x.to(self.device) for x in given)
-        placed = self.placer.run(seq_lens, starts, table, slots, rings)
-        tokens = decoding * self.num_queries
-        step = Step(len(slots), tokens, slots, *placed)
+        step = self.steps.begin(decoding * self.num_queries, seq_lens, starts, table, slots, rings)
         if decoding:
-            step.decodes = {self.call: self.decode}
-            self.decode.update(table[:decoding], seq_lens[:decoding], None)
+            self.steps.decode(step, self.num_queries, table[:decoding], seq_lens[:decoding])
         if decoding < len(rows):
-            step.prefills = prefills(
-                [self.call], counts[decoding:], lens[decoding:], table[decoding:], self.placer.copies
-            )
+            self.steps.prefill(step, counts[decoding:], lens[decoding:], table[decoding:])
         q, k, v = (
             torch.cat([getattr(r, name)[s] for (r, _), s in zip(rows, now, strict=True)])
             for name in ("query", "key", "value")
@@ -330,7 +323,7 @@ def test_a_preempted_request_is_read_packed_until_it_has_a_ring_again(make):
     for n in (100, 400):
         check(make, engine, other, engine.step((other, n))[0])
     one.done, one.blocks = 0, [other.blocks.pop(), *engine.request().blocks[:11]]
-    engine.placer.copies.forget(one.blocks)
+    engine.steps.copies.forget(one.blocks)
     check(make, engine, one, engine.step((one, 600))[0])
     assert engine.by_scheme(one)(9) == PACKED
     engine.rings.end([other.seed])
@@ -345,7 +338,7 @@ def test_pages_that_others_write_are_read_packed(make):
     past, loaded = engine.request(), engine.request()
     engine.step((past, 640))
     layer, blocks = engine.layer, past.blocks[:9]
-    engine.placer.copies.forget(blocks)
+    engine.steps.copies.forget(blocks)
     pages = engine.stored(engine.call.layout, loaded, 0, 576).slabs[0]
     engine.pages[torch.tensor(blocks)] = pages.to(engine.device)
     loaded.blocks, loaded.done = [*blocks, *loaded.blocks[9:]], 576
@@ -389,15 +382,14 @@ def test_layers_of_one_pool_may_have_fewer_formats_of_copies(make):
     r = engine.request()
     some = engine.call
     raw = Call(*[getattr(some, f) for f in list(Call.__dataclass_fields__)[:-1]], some.rings[:1])
-    placer = Placer([raw, some], copied=1, rows=ROWS, tokens=TOKENS, num_pages=BLOCKS, device=engine.device)
-    engine.placer, engine.call = placer, raw
+    sizes = {"num_queries": [1], "rows": ROWS, "tokens": TOKENS, "num_pages": BLOCKS, "device": engine.device}
+    engine.steps, engine.call = Steps([raw, some], copied=1, **sizes), raw
     static = engine.layer.static[0]
     engine.layer = Layer("0", raw, engine.device)
     engine.layer.calibrate(static, None)
     engine.layer.take_copies(1)
-    engine.decode = Decode(raw, ROWS, 1, engine.device, placer.copies)
     for n in (640, 1):
         check(make, engine, r, engine.step((r, n))[0])
     other = Call(*[getattr(some, f) for f in list(Call.__dataclass_fields__)[:-1]], (Ring(some.rings[0].layout, 5),))
     with pytest.raises(UnsupportedError, match="copies of 5 and of 2 pages"):
-        Placer([other, some], copied=1, rows=ROWS, tokens=TOKENS, num_pages=BLOCKS, device=engine.device)
+        Steps([other, some], copied=1, **sizes)

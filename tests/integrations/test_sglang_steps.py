@@ -208,7 +208,7 @@ def test_replayed_graphs_are_eager_steps(made):
 def test_requests_without_copies_are_read_packed_until_others_end(made):
     """Rings for two of three requests: one is as without any copies, and gets the ring of the first that ends."""
     few, all_of, none = made(copied=2), made(), made(raw_newest=0)
-    if not few.backend._placer.copies:
+    if not few.backend._steps.copies:
         pytest.skip("this format has no copies by itself")
     for steps in (few, all_of, none):
         prompts(steps, [1, 3, 5])
@@ -244,7 +244,7 @@ def test_pages_from_host_memory_are_read_packed(made):
     behind = [s.run(ForwardMode.EXTEND, [1], [two], [LENGTHS[1] - two]) for s in (lost, found, none)]
     for wrong, one, packed in zip(*behind, strict=True):
         torch.testing.assert_close(one, packed, atol=0, rtol=0)
-        assert not found.backend._placer.copies or (wrong - packed).abs().max() > 1e-2
+        assert not found.backend._steps.copies or (wrong - packed).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["eager", "replayed"])

@@ -26,7 +26,7 @@ from kvbits.integrations.engine import calibrated, prefill
 from kvbits.integrations.engine.layer import Layer
 from kvbits.integrations.engine.options import Options
 from kvbits.integrations.engine.served import LISTED, RAW, WIDEST, WIDEST_CALIBRATED
-from kvbits.integrations.engine.step import Placer, Step
+from kvbits.integrations.engine.step import Steps
 from kvbits.integrations.engine.turns import page_turn
 from kvbits.integrations.vllm import dtypes, formats, releases, scheme_file
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
@@ -63,7 +63,7 @@ def test_bytes_per_token_and_head_are_whole_and_pinned(name, nbytes):
 def test_a_page_is_found_by_its_tag_as_by_its_name(form, head_dim):
     if form.refuses(head_dim, head_dim):
         return
-    layout = formats.layout_for(form.name, 2, head_dim, head_dim, torch.bfloat16)
+    layout = formats.form_of(form.name, torch.bfloat16).layout(2, head_dim, head_dim)
     assert formats.layout_by_tag(formats.TAGS[form.name], 2, head_dim, head_dim) == layout
     assert layout.head_bytes % PAGE_SIZE == 0
     if (preset := form.name.removeprefix("kvbits_")) in schemes.PRESETS:
@@ -96,11 +96,11 @@ def test_tags_are_no_dtype_of_other_caches():
 
 @pytest.mark.parametrize("name", ["auto", "bfloat16"])
 def test_skipped_layers_are_raw(name):
-    layout = formats.layout_for(name, 2, 64, 64, torch.bfloat16)
+    layout = formats.form_of(name, torch.bfloat16).layout(2, 64, 64)
     assert layout.is_raw
     assert layout == formats.layout_by_tag(torch.bfloat16, 2, 64, 64)
     with pytest.raises(UnsupportedError, match="kvbits_int8"):
-        formats.layout_for("fp8", 2, 64, 64, torch.bfloat16)
+        formats.form_of("fp8", torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, 
     found = prefill.Prefill(query_lens, query_lens + history, table, call)
     q, k, v = (torch.cat(x) for x in zip(*given, strict=True))
     out = torch.full((*q.shape[:2], values), torch.nan)
-    found.run(call, q, k, v, out, pages)
+    found.run(call, q, k, v, out, [PageStore(layout, (pages,))])
     torch.testing.assert_close(out.double(), torch.cat(want), atol=1e-5, rtol=1e-5)
 
 
@@ -313,7 +313,7 @@ def test_chunks_read_raw_copies_where_they_are(attend, sink):
     rings = Options(raw_newest=64, raw_first=64).rings(FORMATS["kvbits_int4"], layout)
     call = prefill.Call(layout, 4, torch.float32, 0.2, None, None, scratch, attend, rings)
     device, sizes = torch.device("cpu"), {"copied": 1, "rows": 2, "tokens": 400, "num_pages": 20}
-    placer = Placer([call], device=device, **sizes)
+    plans = Steps([call], num_queries=[1], device=device, **sizes)
     layer = Layer("0", call, device, sink=sink_part(torch.tensor([0.5, -1, 2, 0]), 64, torch.float32) if sink else None)
     layer.take_copies(1)
     pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
@@ -325,9 +325,8 @@ def test_chunks_read_raw_copies_where_they_are(attend, sink):
         at = [torch.arange(a, b) for _, a, b in rows]
         slots = torch.cat([table[row, x // PAGE_SIZE] * PAGE_SIZE + x % PAGE_SIZE for row, x in enumerate(at)]).long()
         starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
-        placed = placer.run(torch.from_numpy(ends).int(), starts, table, slots, rings)
-        step = Step(len(slots), 0, slots, *placed)
-        step.prefills = prefill.prefills([call], lens, ends, table, placer.copies)
+        step = plans.begin(0, torch.from_numpy(ends).int(), starts, table, slots, rings)
+        plans.prefill(step, lens, ends, table)
         asked, keys, values = (torch.cat([x[row, a:b] for row, a, b in rows]) for x in (q, k, v))
         out = torch.full_like(asked, torch.nan)
         layer.run(step, asked, keys, values, out, pages)

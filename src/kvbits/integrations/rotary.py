@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import UnsupportedError
 from ..geometry import layer_geometries, layer_types, text_config
@@ -124,13 +125,28 @@ def _pairs(model: Any, name: str) -> str:
     )
 
 
+_layers = WeakIdKeyDictionary()
+
+
 def layers_of(config: Any) -> tuple[LayerGeometry, ...]:
     """Return the layers of a model with their rotary embeddings, from its Transformers configuration alone:
-    Transformers builds the model without weights.
+    Transformers builds the model without weights, once for each configuration.
 
     Raises:
         UnsupportedError: as `with_rotary`, or a model that Transformers does not build.
     """
+    if config not in _layers:
+        try:
+            _layers[config] = _built(config)
+        except UnsupportedError as error:
+            _layers[config] = error
+    found: tuple[LayerGeometry, ...] | UnsupportedError = _layers[config]
+    if isinstance(found, UnsupportedError):
+        raise found
+    return found
+
+
+def _built(config: Any) -> tuple[LayerGeometry, ...]:
     from transformers import AutoModelForCausalLM
 
     text = text_config(config)

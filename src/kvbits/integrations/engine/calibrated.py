@@ -10,7 +10,7 @@ Transformers makes from the model's configuration, as when it was calibrated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,22 @@ from ...calibrate import Calibration, checked, kept
 from ...geometry import stored_at
 from ...model_ref import ModelRef
 from ...quant.basis import completed
-from ...spec import LayerGeometry, Scheme
+from ...spec import Scheme
 from ..rotary import layers_of
 from .options import Options
+
+found_by_check, accuracy = checked.find, checked.said
+"""The result that `kvbits check` found of a preset on a model, and a clause on it. Others take both from here: this
+module alone imports `calibrate`.
+"""
 
 
 @dataclass(eq=False)
 class Model:
-    """Calibration of an engine's layers, with the configuration of the model.
-
-    Attributes:
-        layers: of the whole model, with rotary embeddings.
-    """
+    """Calibration of an engine's layers, with the configuration of the model."""
 
     calibration: Calibration
     config: Any
-    layers: tuple[LayerGeometry, ...] = field(default=())
 
     def layer(
         self, index: int, rank: int, size: int, device: torch.device
@@ -47,9 +47,8 @@ class Model:
         Raises:
             UnsupportedError: a model whose rotary embedding is unknown.
         """
-        self.layers = self.layers or layers_of(self.config)
         index = stored_at(self.config)[index]
-        geometry = self.layers[index]
+        geometry = layers_of(self.config)[index]
         assert geometry.rotary is not None
         heads = heads_of(geometry.num_kv_heads, rank, size)
         static = {name: x[heads].to(device).contiguous() for name, x in self.calibration.static[index].items()}
@@ -95,16 +94,6 @@ def read(
     return Model(
         kept.of_files(ModelRef(name(), config), scheme, make=options.calibrate, device=device, way_out=way_out), config
     )
-
-
-def found_by_check(model: ModelRef, preset: str) -> checked.Checked | None:
-    """Return what `kvbits check` found of a preset on this model, or None."""
-    return checked.find(model, preset)
-
-
-def accuracy(model: ModelRef, scheme: str) -> str:
-    """Return one clause on what a preset, or the scheme of a file, costs a model, as far as it was measured."""
-    return checked.said(model, scheme)
 
 
 def place(name: str, revision: str | None, patterns: list[str] | None = None) -> str:

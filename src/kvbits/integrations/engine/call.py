@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ...ops.attend import Attention, plan
 from ...ops.long_queries import Scratch
 from ...ops.merge import Partial
 from ...spec import PageLayout
@@ -43,6 +45,24 @@ class Call:
     scratch: Scratch
     attend: Attend | None
     rings: tuple[Ring, ...]
+
+    @property
+    def layouts(self) -> list[PageLayout]:
+        """Layouts of pages, then of the copies of each ring."""
+        return [self.layout, *(ring.layout for ring in self.rings)]
+
+    def plan(self, layouts: list[PageLayout], device: torch.device, **more: Any) -> Attention:
+        """Plan attention over parts of these layouts; `more` has further arguments of `ops.attend.plan`."""
+        return plan(
+            layouts,
+            num_q_heads=self.num_heads,
+            dtype=self.dtype,
+            device=device,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
+            **more,
+        )
 
 
 call_for = functools.lru_cache(maxsize=256)(Call)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from ...ops import attend
 from ...ops.merge import merge
-from ...ops.types import Table, store_of
+from ...ops.types import PageStore, Table
 from .call import Call, Sink
 from .place import Copies
+
+X = TypeVar("X")
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,16 @@ class Decode:
         self, call: Call, batch_size: int, num_queries: int, device: torch.device, copies: Copies | None
     ) -> None:
         self.num_queries = num_queries
-        self._copies, self._rings = copies if call.rings else None, call.rings
-        self._layouts = [call.layout]
-        if self._copies:
-            # of the first page, then of the newest
-            self._layouts += [ring.layout for ring in call.rings if ring.first]
-            self._layouts += [ring.layout for ring in call.rings]
-        self._plan = attend.plan(
-            self._layouts,
-            batch_size=batch_size,
-            num_q_heads=call.num_heads,
-            dtype=call.dtype,
-            device=device,
-            num_queries=num_queries,
-            scaling=call.scaling,
-            sliding_window=call.sliding_window,
-            softcap=call.softcap,
-        )
-        self._bound: dict[str, tuple[int, int]] = {}  # layer: its number and the address of its pages
+        self._copies, self._rings = copies if call.rings else None, call.rings if copies else ()
+        self._plan = call.plan(self._parts(call.layouts), device, batch_size=batch_size, num_queries=num_queries)
+        self._bound: dict[str, tuple[int, list[PageStore]]] = {}  # layer: its number and what is bound
+
+    def _parts(self, each: Sequence[X]) -> list[X]:
+        """Return what belongs to each part, of pages and of the copies of each ring: the first page's copy is another
+        part than the newest pages'.
+        """
+        packed, *copies = each[: 1 + len(self._rings)]
+        return [packed, *(x for x, ring in zip(copies, self._rings, strict=True) if ring.first), *copies]
 
     def update(self, block_table: torch.Tensor, seq_lens: torch.Tensor, ragged: Ragged | None) -> None:
         self._ragged = ragged
@@ -76,23 +70,14 @@ class Decode:
         q: torch.Tensor,
         out: torch.Tensor,
         layer: str,
-        pages: torch.Tensor,
-        copies: Sequence[torch.Tensor],
-        static: Sequence[dict[str, torch.Tensor]],
+        stores: list[PageStore],
         sink: Sink,
     ) -> None:
-        """Attend with q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies of each ring, calibrated parameters of
-        both and learned sink of the layer.
-        """
-        number, address = self._bound.get(layer, (len(self._bound), 0))
-        if address != pages.data_ptr():
-            parts = [store_of(pages, self._layouts[0], static[0])]
-            if self._copies:
-                of_rings = zip(copies, self._rings, static[1:], strict=True)
-                kept = [store_of(x, ring.layout, shared) for x, ring, shared in of_rings]
-                parts += [x for x, ring in zip(kept, self._rings, strict=True) if ring.first] + kept
-            self._plan.bind(number, parts)
-            self._bound[layer] = number, pages.data_ptr()
+        """Attend with q [tokens, Hq, D], out [tokens, Hq, Dv]; stores (`Layer.stores`) and learned sink of a layer."""
+        number, bound = self._bound.get(layer, (len(self._bound), []))
+        if bound != stores:
+            self._plan.bind(number, self._parts(stores))
+            self._bound[layer] = number, stores
         shape, ragged = (-1, self.num_queries), self._ragged
         asked = (q if ragged is None else q[ragged.token_of]).unflatten(0, shape)
         found = out.unflatten(0, shape) if ragged is None else out.new_empty(*asked.shape[:3], out.shape[2])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...ops import dispatch, store
-from ...ops.types import store_of
+from ...ops.types import PageStore, store_of
 from ...quant.basis import for_copies
 from .call import Call, Sink
 from .step import Step
@@ -37,10 +37,10 @@ class Layer:
     sink: Sink = None
 
     def __post_init__(self) -> None:
-        layouts = [self.call.layout, *(ring.layout for ring in self.call.rings)]
-        self._writes = [store.choose(layout, self.call.dtype, self.device) for layout in layouts]
+        layouts, dtype = self.call.layouts, self.call.dtype
+        self._writes = [store.choose(layout, dtype, self.device) for layout in layouts]
         # prompts behind a history unpack
-        reads = [dispatch.choose("unpack", layout, self.call.dtype, self.device) for layout in layouts]
+        reads = [dispatch.choose("unpack", layout, dtype, self.device) for layout in layouts]
         for choice in (*self._writes, *reads):
             choice.prepare()
         self.calibrate({}, None)
@@ -56,6 +56,11 @@ class Layer:
         shapes = [(count * ring.pages, ring.layout.num_kv_heads, ring.layout.head_bytes) for ring in self.call.rings]
         if [tuple(x.shape) for x in self.copies] != shapes:
             self.copies = tuple(torch.zeros(shape, dtype=torch.uint8, device=self.device) for shape in shapes)
+
+    def stores(self, pages: torch.Tensor) -> list[PageStore]:
+        """Return the layer's pages (uint8 [pages, H, head_bytes]) and the copies of each ring, with what reads them."""
+        given = zip((pages, *self.copies), self.call.layouts, self.static, strict=True)
+        return [store_of(x, layout, static, self.turn) for x, layout, static in given]
 
     def run(
         self,
@@ -75,24 +80,23 @@ class Layer:
             lender: whose pages these are; then nothing is stored.
         """
         prefill, n, d = step.prefills.get(self.call), step.num_tokens, step.num_decode_tokens
-        static, copies = self.static, (lender or self).copies
+        stores = (lender or self).stores(pages)
         plain = self.order is None or prefill is None or not prefill.has_history  # fresh keys are read as they came
         stored, asked = key, query
         if self.order is not None:
             asked, stored = query[: d if plain else n, ..., self.order], key[:n, ..., self.order]
         if lender is None:
-            self._store(stored[:n], value[:n], pages, step)
+            self._store(stored[:n], value[:n], stores, step)
         if d:
-            step.decodes[self.call].run(asked[:d], out[:d], self.name, pages, copies, static, self.sink)
+            step.decodes[self.call].run(asked[:d], out[:d], self.name, stores, self.sink)
         if prefill:
             q, k = (query, key) if plain else (asked, stored)
             end = d + prefill.num_tokens
-            prefill.run(self.call, q[d:end], k[d:end], value[d:end], out[d:end], pages, copies, static, self.sink)
+            prefill.run(self.call, q[d:end], k[d:end], value[d:end], out[d:end], stores, self.sink)
 
-    def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, step: Step) -> None:
-        to = store_of(pages, self.call.layout, self.static[0], self.turn)
-        self._writes[0].run(key, value, to, step.slot_mapping, previous=step.previous_page, starts=step.starts)
+    def _store(self, key: torch.Tensor, value: torch.Tensor, stores: list[PageStore], step: Step) -> None:
+        slots, previous = step.slot_mapping, step.previous_page
+        self._writes[0].run(key, value, stores[0], slots, previous=previous, starts=step.starts)
         # raw ones last: attention starts while their kernel ends, which writes pages that it reads at its end
-        for i in reversed(range(len(self.copies))):
-            kept = store_of(self.copies[i], self.call.rings[i].layout, self.static[1 + i])
-            self._writes[1 + i].run(key, value, kept, step.copy_slots[i], starts=step.starts)
+        for i in reversed(range(1, len(stores))):
+            self._writes[i].run(key, value, stores[i], step.copy_slots[i - 1], starts=step.starts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,10 +15,14 @@ MOST_RAW = 1024
 MOST_SHARE = 0.5
 
 
+def option(default: Any, what: str, fits: Callable[[Any], bool] = lambda x: True) -> Any:
+    """Return a field of `Options`: its values have the default's type and fit, which is what messages call `what`."""
+    return dataclasses.field(default=default, metadata={"what": what, "fits": fits})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """
-
     Attributes:
         raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more,
             whole pages. 0: no copies at all.
@@ -31,12 +36,18 @@ class Options:
         calibrate: whether one may be made where none is kept.
     """
 
-    raw_newest: int = 0
-    raw_first: int = 0
-    packed_copies: bool = True
-    copies_share: float = COPIES_SHARE
-    calibration: str = dataclasses.field(default="", metadata={"what": "a file of `kvbits calibrate`"})
-    calibrate: bool = True
+    raw_newest: int = option(
+        0, f"a multiple of {PAGE_SIZE} tokens, 0 to {MOST_RAW}", lambda x: x in range(0, MOST_RAW + 1, PAGE_SIZE)
+    )
+    raw_first: int = option(0, f"0 or {PAGE_SIZE} tokens, a page", lambda x: x in (0, PAGE_SIZE))
+    packed_copies: bool = option(True, "true or false")
+    copies_share: float = option(
+        COPIES_SHARE,
+        f"a number above 0 and up to {MOST_SHARE}, a share of the cache's memory; raw_newest=0 is for no copies",
+        lambda x: 0 < x <= MOST_SHARE,
+    )
+    calibration: str = option("", "the name of a file of `kvbits calibrate`")
+    calibrate: bool = option(True, "true or false")
 
     @property
     def copies(self) -> bool:
@@ -82,24 +93,10 @@ def checked(kind: type[Kind], given: Any, where: str, copied: int, plain: str = 
         {"raw_newest": copied, "raw_first": COPIED} if copied and given.get("raw_newest") != 0 else {}
     )
     found = kind(**(defaults | given))
-    if not _is_whole(found.raw_newest) or found.raw_newest % PAGE_SIZE or not 0 <= found.raw_newest <= MOST_RAW:
-        raise UnsupportedError(
-            f"raw_newest={found.raw_newest!r} must be a multiple of {PAGE_SIZE} tokens, 0 to {MOST_RAW}"
-        )
-    if not _is_whole(found.raw_first) or found.raw_first not in (0, PAGE_SIZE):
-        raise UnsupportedError(f"raw_first={found.raw_first!r} must be 0 or {PAGE_SIZE} tokens, a page")
-    share = found.copies_share
-    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= MOST_SHARE:
-        raise UnsupportedError(
-            f"copies_share={share!r} must be a number above 0 and up to {MOST_SHARE}, a share of the cache's memory;"
-            " raw_newest=0 is for no copies"
-        )
     for f in dataclasses.fields(found):
         value = getattr(found, f.name)
-        if "what" in f.metadata and not isinstance(value, str):
-            raise UnsupportedError(f"{f.name}={value!r} must be the name of {f.metadata['what']}")
-        if isinstance(f.default, bool) and not isinstance(value, bool):
-            raise UnsupportedError(f"{f.name}={value!r} must be true or false")
+        if type(value) is not type(f.default) or not f.metadata["fits"](value):
+            raise UnsupportedError(f"{f.name}={value!r} must be {f.metadata['what']}")
     if found.raw_first and not found.raw_newest:
         raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
     if "copies_share" in given and not found.copies and (plain or "raw_newest" in given):
@@ -115,7 +112,3 @@ def checked(kind: type[Kind], given: Any, where: str, copied: int, plain: str = 
             f"{where} has {unread[0]}, which {plain} never reads; leave it away, or serve a calibrated format"
         )
     return found
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)

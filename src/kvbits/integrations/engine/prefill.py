@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ops import attend, chunk_attention
+from ...ops import chunk_attention
 from ...ops.long_queries import ENTRY, MAX_ROWS, POSITION, SEQUENCE, VISIBLE, Histories, Scratch, pages_of
 from ...ops.merge import merge
-from ...ops.types import PageStore, Table, store_of
+from ...ops.types import PageStore, Table
 from ...spec import PageLayout
 from .call import Call, Sink
 from .place import Copied, Copies
@@ -91,9 +91,9 @@ class Prefill:
             block_table = block_table[torch.from_numpy(kept).to(block_table.device)]
             query_lens, seq_lens = query_lens[kept], seq_lens[kept]
         layouts, tables = [], []
-        formats = _coarsest_first(copies.formats[: len(call.rings)] if copies else ())
+        formats = copies.formats[: len(call.rings)][::-1] if copies else ()
         if self.has_history:
-            layouts = [call.layout, *(ring.layout for ring in _coarsest_first(call.rings if copies else ()))]
+            layouts = _by_part(call.layouts[: 1 + len(formats)])
             tables = [history_of(seq_lens - query_lens, block_table, call.sliding_window)]
         self._histories, self._rows = None, []
         if call.attend is None:
@@ -114,17 +114,13 @@ class Prefill:
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
-        pages: torch.Tensor,
-        copies: Sequence[torch.Tensor] = (),
-        static: Sequence[dict[str, torch.Tensor]] = ({},),
+        stores: list[PageStore],
         sink: Sink = None,
     ) -> None:
-        """Attend with q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; pages,
-        copies of each ring, calibrated parameters of both and learned sink of the layer.
+        """Attend with q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; stores
+        (`Layer.stores`) and learned sink of a layer.
         """
-        stores = [store_of(pages, call.layout, static[0])]
-        for x, ring, shared in _coarsest_first(tuple(zip(copies, call.rings, static[1:], strict=True))):
-            stores.append(store_of(x, ring.layout, shared))
+        stores = _by_part(stores)
         for row in self._rows:
             row.run(call, q, k, v, out, stores, sink)
         if self._histories is not None and call.attend is not None:
@@ -146,19 +142,8 @@ class _Row:
     ) -> None:
         self._tokens, self._positions, self._past = tokens, positions, None
         if history:
-            self._past = attend.plan(
-                layouts,
-                batch_size=1,
-                num_q_heads=call.num_heads,
-                dtype=call.dtype,
-                device=positions.device,
-                num_queries=positions.shape[1],
-                scaling=call.scaling,
-                sliding_window=call.sliding_window,
-                softcap=call.softcap,
-                spans=True,
-                past_only=True,
-            )
+            sizes = {"batch_size": 1, "num_queries": positions.shape[1]}
+            self._past = call.plan(layouts, positions.device, **sizes, spans=True, past_only=True)
             self._past.update(history, positions=positions.int())
 
     def run(
@@ -187,11 +172,11 @@ class _Row:
             merge(found, into=into)
 
 
-def _coarsest_first(formats: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what belongs to formats of copies, finest first, in the order of the parts of a history: a finer copy is
+def _by_part(each: list[Any]) -> list[Any]:
+    """Return what belongs to pages and to copies, finest first, in the order of the parts of a history: a finer copy is
     read over a coarser one.
     """
-    return formats[::-1]
+    return [each[0], *each[:0:-1]]
 
 
 def _tables(blocks: torch.Tensor, pages: np.ndarray, formats: Sequence[Copied]) -> list[Table]:
@@ -218,14 +203,3 @@ def _table(ids: np.ndarray, pages: np.ndarray) -> Table:
     numbers = np.resize(ids, (1, width)), [tokens], np.resize(pages[:, [POSITION, VISIBLE]], (1, width, 2))
     block, count, spans = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in numbers)
     return Table(block, count, spans=spans)
-
-
-def prefills(
-    calls: Sequence[Call],
-    query_lens: np.ndarray,
-    seq_lens: np.ndarray,
-    block_table: torch.Tensor,
-    copies: Copies | None,
-) -> dict[Call, Prefill]:
-    """Return `Step.prefills` of a step's prompts, for layers of these calls; arguments as `Prefill` takes them."""
-    return {c: Prefill(query_lens, seq_lens, block_table, c, copies if c.rings else None) for c in calls}

@@ -8,16 +8,19 @@ engine may capture their steps in graphs. All other rows are prompts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import UnsupportedError
 from .call import Call
-from .decode import Decode
+from .decode import Decode, Ragged
 from .place import Copies, Places, place
 from .place import cuda as place_cuda
+from .prefill import Prefill
 from .served import PAGE_SIZE, Ring
 
 
@@ -26,31 +29,36 @@ class Step:
     """One step, for all layers of one pool of pages.
 
     Attributes:
-        num_tokens: of the step, padding of a graph included.
-        num_decode_tokens: the first of them, read by `decodes`; the others by `prefills`.
-        slot_mapping: int64 [num_tokens]; below 0: not stored.
+        num_decode_tokens: the first tokens, read by `decodes`; the others by `prefills`.
+        slot_mapping: int64 [num_tokens], padding of a graph included; below 0: not stored.
         previous_page: int64 [num_tokens] as `ops.store` takes it; None where pages have no mean.
         starts: int32 [num_tokens]; None where no layer's keys are turned back.
         copy_slots: int64 [num_tokens] for each format of copies: where each token goes, -1 for none.
-        prefills: each a `prefill.Prefill`.
+        positions: int64 [num_tokens], where an engine sums up queries and keys for a calibration; else None.
     """
 
-    num_tokens: int
     num_decode_tokens: int
     slot_mapping: torch.Tensor
     previous_page: torch.Tensor | None
     starts: torch.Tensor | None
     copy_slots: tuple[torch.Tensor, ...]
     decodes: dict[Call, Decode] = field(default_factory=dict)
-    prefills: dict[Call, Any] = field(default_factory=dict)
+    prefills: dict[Call, Prefill] = field(default_factory=dict)
+    positions: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slot_mapping)
 
 
-class Placer:
-    """Runner of `place` for the layers of `calls`, with the buffers that it fills.
+class Steps:
+    """Steps of the layers of a pool, with the buffers that `place` fills, and plans of rows that decode.
 
-    It fills nothing where no page has a mean or is in a frame, and none is copied.
+    `place` fills nothing where no page has a mean or is in a frame, and none is copied.
 
     Args:
+        calls: of each layer.
+        num_queries: of rows that decode: each number that a step may have.
         copied: requests that have copies at the same time, at least 1 where pages are copied.
         rows: of a step, and tokens.
         num_pages: of the pool.
@@ -61,51 +69,67 @@ class Placer:
 
     def __init__(
         self,
-        calls: list[Call],
+        calls: Iterable[Call],
         *,
+        num_queries: Iterable[int],
         copied: int,
         rows: int,
         tokens: int,
         num_pages: int,
         device: torch.device,
     ) -> None:
-        centered, turned, rings = (
-            any(c.layout.is_centered for c in calls),
-            any(c.layout.key.needs_rotary for c in calls),
-            _common(calls),
-        )
+        self._calls = list(dict.fromkeys(calls))
+        centered = any(c.layout.is_centered for c in self._calls)
+        turned = any(c.layout.key.needs_rotary for c in self._calls)
+        rings = _common(self._calls)
         self._places: Places | None = None
         self.copies: Copies | None = None
-        if not centered and not rings and not turned:
-            return
-        self._place = place
-        if device.type != "cpu":
-            if why := place_cuda.refuses(device):
-                raise UnsupportedError(f"pages on {device} are not placed: {why}")
-            self._place = place_cuda.place
-            place_cuda.prepare(device)
-        sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": num_pages, "device": device}
-        if rings:
-            self.copies = Copies.empty(rings, count=copied, rows=rows, **sizes)
-        self._places = Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=self.copies, **sizes)
+        if centered or rings or turned:
+            self._place = place
+            if device.type != "cpu":
+                if why := place_cuda.refuses(device):
+                    raise UnsupportedError(f"pages on {device} are not placed: {why}")
+                self._place = place_cuda.place
+                place_cuda.prepare(device)
+            sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": num_pages, "device": device}
+            if rings:
+                self.copies = Copies.empty(rings, count=copied, rows=rows, **sizes)
+            self._places = Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=self.copies, **sizes)
+        self._decodes = {n: {c: Decode(c, rows, n, device, self.copies) for c in self._calls} for n in num_queries}
 
-    def run(
+    def begin(
         self,
+        num_decode_tokens: int,
         seq_lens: torch.Tensor,
         starts: torch.Tensor,
         table: torch.Tensor,
         slots: torch.Tensor,
         rings: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """Return `Step`'s previous_page, starts and copy_slots; arguments as `place` takes them.
+    ) -> Step:
+        """Return a step whose rows are not planned yet; arguments as `place` takes them.
 
         One launch, waits for nothing.
         """
         if (p := self._places) is None:
-            return None, None, ()
+            return Step(num_decode_tokens, slots, None, None, ())
         self._place(p, seq_lens, starts, table, slots, rings)
         before, first = ((None if x is None else x[: len(slots)]) for x in (p.previous, p.starts))
-        return before, first, tuple(f.slots[: len(slots)] for f in p.copies.formats) if p.copies else ()
+        copied = tuple(f.slots[: len(slots)] for f in p.copies.formats) if p.copies else ()
+        return Step(num_decode_tokens, slots, before, first, copied)
+
+    def decode(
+        self, step: Step, num_queries: int, table: torch.Tensor, seq_lens: torch.Tensor, ragged: Ragged | None = None
+    ) -> None:
+        """Plan the rows that decode; launches only. Arguments as `Decode` takes them."""
+        step.decodes = self._decodes[num_queries]
+        for decode in step.decodes.values():
+            decode.update(table, seq_lens, ragged)
+
+    def prefill(self, step: Step, query_lens: np.ndarray, seq_lens: np.ndarray, table: torch.Tensor) -> None:
+        """Plan the other rows; arguments as `Prefill` takes them."""
+        step.prefills = {
+            c: Prefill(query_lens, seq_lens, table, c, self.copies if c.rings else None) for c in self._calls
+        }
 
 
 def _common(calls: list[Call]) -> tuple[Ring, ...]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import UnsupportedError
 from ...geometry import stored_at
 from ...quant.rotary import turn_by
 from ..rotary import layers_of
 from .served import PAGE_SIZE
-
-_turns = WeakIdKeyDictionary()
 
 
 def page_turn(config: Any, layer: int, device: torch.device) -> torch.Tensor | None:
@@ -23,17 +20,10 @@ def page_turn(config: Any, layer: int, device: torch.device) -> torch.Tensor | N
     as they are, which costs only accuracy. Layers of speculation behind the model's turn as its last one.
 
     Args:
-        config: a Transformers configuration, with which results are kept.
+        config: a Transformers configuration.
     """
-    if config not in _turns:
-        try:
-            layers, stored = layers_of(config), stored_at(config)
-        except UnsupportedError:
-            layers, stored = (), {}
-        _turns[config] = {
-            i: None if g.rotary is None else turn_by(g.rotary, g.head_dim, PAGE_SIZE)
-            for i, g in ((i, layers[at]) for i, at in stored.items())
-        }
-    turns: dict[int, torch.Tensor | None] = _turns[config]
-    found = turns[layer] if layer in turns else turns.get(max(turns, default=-1))
-    return None if found is None else found.to(device)
+    try:
+        found = layers_of(config)[stored_at(config).get(layer, -1)]
+    except UnsupportedError:
+        return None
+    return None if found.rotary is None else turn_by(found.rotary, found.head_dim, PAGE_SIZE).to(device)

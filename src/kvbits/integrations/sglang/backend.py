@@ -19,12 +19,11 @@ from ...errors import UnsupportedError
 from ...later import upload
 from ..engine.announce import Announcement
 from ..engine.call import call_for
-from ..engine.decode import Decode
 from ..engine.layer import Layer
-from ..engine.prefill import prefills, scratch_for
+from ..engine.prefill import scratch_for
 from ..engine.rings import Rings
 from ..engine.served import FORMATS, PAGE_SIZE
-from ..engine.step import Placer, Step
+from ..engine.step import Steps
 from ..engine.turns import page_turn
 from .flash import flash_for
 from .options import calibration_of, model_of, options_of
@@ -58,16 +57,13 @@ class KVBitsBackend(AttentionBackend):
         self._rows = runner.req_to_token_pool
         self._req_to_token = self._rows.req_to_token
         self._requests, self._device = self._rows.size, torch.device(runner.device)
-        self._sizes = (
-            config.context_len,
-            (args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len),
-        )
+        chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len
+        self._sizes = config.context_len, chunk
         # of copies, and which each row of `req_to_token` has, as kernels know it
         self._rings = Rings(min(pool.copied, self._requests), logger)
         self._ring_of = torch.full((len(self._req_to_token),), -1, dtype=torch.int32, device=self._device)
         self._calibration = calibration_of(pool.form, args) if pool.form.calibrated else None
         self._layers = {m.layer_id: self._layer(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
-        self._calls = list(dict.fromkeys(layer.call for layer in self._layers.values()))
         pages = len(pool.pages[0])
         self._mode, self._num_queries = ForwardMode.DECODE, 1
         if args.speculative_algorithm:
@@ -75,8 +71,9 @@ class KVBitsBackend(AttentionBackend):
         # of a step: no more than there is room for
         tokens = min(pages * PAGE_SIZE, max(*self._sizes, args.max_prefill_tokens) + self._requests)
         tokens = max(tokens, self._requests * self._num_queries)
-        self._placer = Placer(
-            self._calls,
+        self._steps = Steps(
+            [layer.call for layer in self._layers.values()],
+            num_queries=[self._num_queries],
             copied=max(1, self._rings.count),
             rows=self._requests,
             tokens=tokens,
@@ -84,17 +81,11 @@ class KVBitsBackend(AttentionBackend):
             device=self._device,
         )
         longest = -(-self._req_to_token.shape[1] // PAGE_SIZE)
-        self._decodes = {
-            call: Decode(call, self._requests, self._num_queries, self._device, self._placer.copies)
-            for call in self._calls
-        }
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
         # of rows that decode, as what follows, where captured graphs find it
         self._starts = torch.arange(self._requests + 1, **integers) * self._num_queries
-        self._table, self._lens = (
-            torch.zeros(self._requests, longest, **integers),
-            torch.zeros(self._requests, **integers),
-        )
+        self._table = torch.zeros(self._requests, longest, **integers)
+        self._lens = torch.zeros(self._requests, **integers)
         self._slots = torch.zeros(self._requests * self._num_queries, dtype=torch.int64, device=self._device)
         if get_parallel().tp_rank == 0:
             found = Announcement(
@@ -170,22 +161,20 @@ class KVBitsBackend(AttentionBackend):
         else:
             starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
             self._give_rings()
-        placed = self._placer.run(lens, starts, table, slots, self._ring_of[requests])
-        self._step = Step(len(slots), len(slots) if mode == self._mode else 0, slots, *placed)
+        decoding = len(slots) if mode == self._mode else 0
+        self._step = self._steps.begin(decoding, lens, starts, table, slots, self._ring_of[requests])
         if mode == self._mode:
-            self._step.decodes = self._decodes
-            for decode in self._decodes.values():
-                decode.update(table, lens, None)
+            self._steps.decode(self._step, self._num_queries, table, lens)
         else:
             query_lens, seq_lens = (
                 np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu)
             )
-            self._step.prefills = prefills(self._calls, query_lens, seq_lens, table, self._placer.copies)
+            self._steps.prefill(self._step, query_lens, seq_lens, table)
 
     def _forget_loaded(self) -> None:
         """Drop copies that past owners of pages left, where HiCache loaded others' tokens since."""
-        if self._placer.copies and self._pool.loaded:
-            self._placer.copies.forget(page_of(torch.cat(self._pool.loaded)))
+        if self._steps.copies and self._pool.loaded:
+            self._steps.copies.forget(page_of(torch.cat(self._pool.loaded)))
         self._pool.loaded.clear()
 
     def _give_rings(self) -> None:
@@ -193,7 +182,7 @@ class KVBitsBackend(AttentionBackend):
 
         Every request begins with a step of prompts, so steps of single tokens find theirs on the device.
         """
-        if not self._placer.copies:
+        if not self._steps.copies:
             return
         free = set(self._rows.free_slots)
         self._rings.end(free)

@@ -5,7 +5,7 @@ Release 0.5.22 is the first that resolves classes of pools by a method of its ow
 
 from __future__ import annotations
 
-from ...contract import Contract, calls, overrides, reads, wraps
+from ...contract import Contract, calls, needed_by, overrides, reads, wraps
 
 DRAFTS, HOST = "drafts of n-grams", "pages in host memory"
 """Features that need symbols of their own."""
@@ -78,48 +78,46 @@ CONTRACT = Contract(
             "sglang.srt.mem_cache.allocation:get_last_loc_torch",
             "req_to_token req_pool_indices_tensor prefix_lens_tensor",
         ),
-        # drafts
-        wraps(WORKER, "server_args", feature=DRAFTS),
-        overrides(
-            "sglang.srt.speculative.ngram_worker:NGRAMWorker._prepare_draft_tokens",
-            "batch",
-            feature=DRAFTS,
-            loaded=False,
+        *needed_by(
+            DRAFTS,
+            wraps(WORKER, "server_args"),
+            overrides(
+                "sglang.srt.speculative.ngram_worker:NGRAMWorker._prepare_draft_tokens",
+                "batch",
+                loaded=False,
+            ),
         ),
-        # host memory
-        wraps(HOST_POOL, "kv_pool", feature=HOST),
-        calls("sglang.srt.managers.cache_controller:LayerDoneCounter.wait_until", "threshold", feature=HOST),
-        calls(
-            f"{_host}.__init__",
-            "dtype device_capacity_tokens size_per_token start_layer end_layer host_to_device_ratio host_size page_size"
-            " layout pin_memory device",
-            feature=HOST,
-        ),
-        overrides(f"{_host}.get_size_per_token", feature=HOST),
-        overrides(f"{_host}.init_kv_buffer", feature=HOST),
-        overrides(
-            f"{_host}.backup_from_device_all_layer",
-            "device_pool host_indices device_indices io_backend",
-            feature=HOST,
-        ),
-        overrides(
-            f"{_host}.load_to_device_per_layer",
-            "device_pool host_indices device_indices layer_id io_backend is_draft",
-            feature=HOST,
-        ),
-        reads("sglang.srt.mem_cache.pool_host.common:ALLOC_MEMORY_FUNCS", feature=HOST),
-        calls("sglang.srt.runtime_context:get_memory", feature=HOST),
-        calls(
-            "sgl_kernel.kvcacheio:transfer_kv_direct",
-            "src_layers dst_layers src_indices dst_indices page_size",
-            feature=HOST,
-            loaded=False,
-        ),
-        calls(
-            "sgl_kernel.kvcacheio:transfer_kv_per_layer_mla",
-            "src dst src_indices dst_indices item_size",
-            feature=HOST,
-            loaded=False,
+        *needed_by(
+            HOST,
+            wraps(HOST_POOL, "kv_pool"),
+            calls("sglang.srt.managers.cache_controller:LayerDoneCounter.wait_until", "threshold"),
+            calls(
+                f"{_host}.__init__",
+                "dtype device_capacity_tokens size_per_token start_layer end_layer host_to_device_ratio host_size"
+                " page_size layout pin_memory device",
+            ),
+            overrides(f"{_host}.get_size_per_token"),
+            overrides(f"{_host}.init_kv_buffer"),
+            overrides(
+                f"{_host}.backup_from_device_all_layer",
+                "device_pool host_indices device_indices io_backend",
+            ),
+            overrides(
+                f"{_host}.load_to_device_per_layer",
+                "device_pool host_indices device_indices layer_id io_backend is_draft",
+            ),
+            reads("sglang.srt.mem_cache.pool_host.common:ALLOC_MEMORY_FUNCS"),
+            calls("sglang.srt.runtime_context:get_memory"),
+            calls(
+                "sgl_kernel.kvcacheio:transfer_kv_direct",
+                "src_layers dst_layers src_indices dst_indices page_size",
+                loaded=False,
+            ),
+            calls(
+                "sgl_kernel.kvcacheio:transfer_kv_per_layer_mla",
+                "src dst src_indices dst_indices item_size",
+                loaded=False,
+            ),
         ),
     ),
 )

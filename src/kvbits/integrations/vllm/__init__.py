@@ -3,7 +3,7 @@
     served     which `--kv-cache-dtype` stores what, and what is refused; without torch
     formats    the torch dtype that stands for each, and its pages
     backend    what vLLM asks before it allocates: page bytes, block size, layout, refusals
-    builder    once per step: the decode plan, the pages that open, the prefill passes (`metadata`)
+    builder    once per step: the decode plan, the pages that open, the prefill passes
     impl       once per layer: which format, kernels and numbers it has
     flash      vLLM's variable-length FlashAttention, for queries of many tokens
     options    what `--additional-config` says: copies of the newest pages, a scheme file

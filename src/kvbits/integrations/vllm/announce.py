@@ -52,26 +52,20 @@ def install() -> None:
 
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):  # which may have taken the name before
         if module is not None:
-            releases.CONTRACT.wrap("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", _announced, module)
-    releases.CONTRACT.wrap("vllm.v1.metrics.loggers:PrometheusStatLogger.log_metrics_info", _published)
+            releases.CONTRACT.wrap("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", _announce, module)
+    releases.CONTRACT.wrap("vllm.v1.metrics.loggers:PrometheusStatLogger.log_metrics_info", _publish)
 
 
-def _announced(original: Any) -> Any:
-    def update_kv_cache_capacity(vllm_config: Any, kv_cache_config: Any) -> None:
-        original(vllm_config, kv_cache_config)
-        if found := announcement(vllm_config):
-            logger.info("%s", found.line())
-
-    return update_kv_cache_capacity
+def _announce(update_kv_cache_capacity: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+    update_kv_cache_capacity(vllm_config, kv_cache_config)
+    if found := announcement(vllm_config):
+        logger.info("%s", found.line())
 
 
-def _published(original: Any) -> Any:
-    def log_metrics_info(self: Any, type: str, config_obj: Any) -> None:
-        original(self, type, config_obj)
-        if type == "cache_config" and (found := announcement(self.vllm_config)):
-            found.publish(self._gauge_cls, "vllm")
-
-    return log_metrics_info
+def _publish(log_metrics_info: Any, logged: Any, type: str, config_obj: Any) -> None:
+    log_metrics_info(logged, type, config_obj)
+    if type == "cache_config" and (found := announcement(logged.vllm_config)):
+        found.publish(logged._gauge_cls, "vllm")
 
 
 def announcement(vllm_config: Any) -> Announcement | None:
@@ -109,7 +103,7 @@ def _bits(vllm_config: Any) -> float:
     held = numbers = 0.0
     for i, form, g in zip(stored_at(config), forms, layers, strict=True):
         raw = str(i) in skipped or (g.sliding_window is not None and "sliding_window" in skipped)
-        layout = (RAW if raw or form is None else form).layout(g.num_kv_heads, g.head_dim, g.value_head_dim, raw_dtype)
+        layout = (RAW if raw or not form else form).layout(g.num_kv_heads, g.head_dim, g.value_head_dim, raw_dtype)
         count = g.num_kv_heads * (g.head_dim + g.value_head_dim)
         held, numbers = held + layout.bits_per_element * count, numbers + count
     return held / numbers

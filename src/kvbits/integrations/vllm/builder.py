@@ -14,16 +14,14 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from ...errors import UnsupportedError
 from ...later import upload
 from ...ops.cuda.ahead import MAX_QUERIES
-from ..engine.decode import Decode, Ragged
-from ..engine.prefill import prefills
-from ..engine.step import Placer
+from ..engine.decode import Ragged
+from ..engine.step import Step, Steps
 from .formats import PAGE_SIZE
 from .impl import KVBitsImpl
-from .metadata import KVBitsMetadata
 from .options import options_of
 
 
-class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
+class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
     """Owns the decode plans of a KV-cache group, of fixed size."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -54,27 +52,27 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
                     " kvbits plugin"
                 )
             impl.take_copies()
-        self.calls = list(dict.fromkeys(impl.call for impl in impls))
+        calls = [impl.call for impl in impls]
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
-        if getattr(kv_cache_spec, "attention_chunk_size", None) and any(c.layout.key.needs_rotary for c in self.calls):
+        if getattr(kv_cache_spec, "attention_chunk_size", None) and any(c.layout.key.needs_rotary for c in calls):
             raise UnsupportedError(
                 "layers that attend in chunks count from a chunk's start, calibrated keys from a request's; use"
                 " kvbits_int8_centered"
             )
         cache = vllm_config.cache_config  # whose blocks are of several pages in hybrids
         self._pool = impls[0].pool  # of the worker's copies
-        self._placer = Placer(
-            self.calls,
+        self._steps = Steps(
+            calls,
+            num_queries={1, threshold},
             copied=self._pool.count,
             rows=rows,
             device=device,
             tokens=config.max_num_batched_tokens + rows * threshold,  # drafts come on top of a full step
             num_pages=(cache.num_gpu_blocks or 1) * cache.block_size // PAGE_SIZE,
         )
-        if copies := self._placer.copies:
+        if copies := self._steps.copies:
             self._pool.states.add(copies)
-        self._decodes = {n: {c: Decode(c, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -85,8 +83,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> KVBitsMetadata:
-        """Return the step's metadata; launches only, waits for nothing."""
+    ) -> Step:
+        """Return the step, whose rows that decode vLLM puts first; launches only, waits for nothing."""
         m = common_attn_metadata
         if m.causal is not True:
             raise UnsupportedError("kvbits' attention is causal; this model asks for attention in both directions")
@@ -95,24 +93,28 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         num_queries = num_decode_tokens // num_decodes if num_decodes else 1
         lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
         uniform = (
-            num_queries in self._decodes
+            num_queries in (1, threshold)
             and bool(((lens == num_queries) | (lens == 0)).all())
             and num_queries * num_decodes == num_decode_tokens
         )
         ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
-        found = KVBitsMetadata(
-            m.num_actual_tokens, num_decode_tokens, m.slot_mapping[: m.num_actual_tokens], *self._place(m)
+        rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
+        found = self._steps.begin(
+            num_decode_tokens,
+            m.seq_lens[:rows],
+            m.query_start_loc[: rows + 1],
+            m.block_table_tensor[:rows],
+            slots,
+            upload(self._pool.rings_of(m), self.device) if self._steps.copies else None,
         )
         if options_of(self.vllm_config).observe:
             found.positions = self._positions(m)
         if num_decodes:
-            found.decodes = self._decodes[num_queries if uniform else threshold]
-            for decode in found.decodes.values():
-                decode.update(m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes], ragged)
+            table, lens = m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes]
+            self._steps.decode(found, num_queries if uniform else threshold, table, lens, ragged)
         if num_prefills:
             query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
-            table = m.block_table_tensor[num_decodes : m.num_reqs]
-            found.prefills = prefills(self.calls, query_lens, seq_lens, table, self._placer.copies)
+            self._steps.prefill(found, query_lens, seq_lens, m.block_table_tensor[num_decodes:rows])
         return found
 
     def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:
@@ -146,13 +148,3 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         """Return int64 [tokens]: the row of each token; the last one's for padding."""
         each = torch.arange(tokens, device=self.device, dtype=torch.int32)
         return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
-
-    def _place(
-        self, m: CommonAttentionMetadata
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """Return pages before those that open, starts of pages, and slots of copies."""
-        rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
-        rings = upload(self._pool.rings_of(m), self.device) if self._placer.copies else None
-        return self._placer.run(
-            m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, rings
-        )

@@ -33,19 +33,10 @@ def model_of(vllm_config: Any, device: torch.device) -> Model:
 
 
 def _read(vllm_config: Any, device: str) -> Model:
-    options, name, config = (
-        options_of(vllm_config),
-        vllm_config.cache_config.cache_dtype,
-        vllm_config.model_config.hf_text_config,
-    )
-    scheme = _scheme(name, options.scheme, config)
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    drafts = model.runner_type == "draft"
-    engine = {
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-    }
-    sizes = json.dumps({name: n for name, n in engine.items() if n > 1})
+    options, model, parallel = options_of(vllm_config), vllm_config.model_config, vllm_config.parallel_config
+    config, drafts = model.hf_text_config, model.runner_type == "draft"
+    ranks = ("tensor_parallel_size", "pipeline_parallel_size")
+    sizes = json.dumps({name: n for name in ranks if (n := getattr(parallel, name)) > 1})
     else_pass = (
         f'--speculative-config \'{{.., "kv_cache_dtype": "{HEADS}"}}\'' if drafts else f"--additional-config {NAMED}"
     )
@@ -57,7 +48,7 @@ def _read(vllm_config: Any, device: str) -> Model:
         options,
         lambda: place(model.model, model.revision),
         config,
-        scheme,
+        _scheme(vllm_config.cache_config.cache_dtype, options.scheme, config),
         device=device,
         way_out=way_out,
         file=not drafts,

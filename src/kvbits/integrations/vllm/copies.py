@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -117,63 +116,42 @@ def _least(count: int) -> int:
 def install() -> None:
     """Wrap vLLM's pool, scheduler and worker, once."""
     worker = "vllm.v1.worker.worker_base:WorkerWrapperBase"
-    for path, wrapper in (
-        ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", _noting),
-        ("vllm.v1.core.sched.scheduler:Scheduler.schedule", _telling),
-        (f"{worker}.execute_model", _running),
-        (f"{worker}.determine_available_memory", _sizing),
-    ):
-        absent = _of_worker(path.rpartition(".")[2])  # the wrapper hands on what it does not have
-        releases.CONTRACT.wrap(path, wrapper, absent=absent)
+    handed_on = lambda wrapper: wrapper.worker.determine_available_memory()  # noqa: E731
+    wrap = releases.CONTRACT.wrap
+    wrap("vllm.v1.core.block_pool:BlockPool.get_new_blocks", _note)
+    wrap("vllm.v1.core.sched.scheduler:Scheduler.schedule", _tell)
+    wrap(f"{worker}.execute_model", _forget)
+    wrap(f"{worker}.determine_available_memory", _size, absent=handed_on)
 
 
-def _of_worker(name: str) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        return getattr(self.worker, name)(*args, **options)
-
-    return call
-
-
-def _noting(original: Any) -> Any:
-    def get_new_blocks(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, *args, **kwargs)
-        if (taken := getattr(self, "kvbits_taken", None)) is not None:
-            taken.extend(block.block_id for block in found)
-        return found
-
-    return get_new_blocks
+def _note(get_new_blocks: Any, pool: Any, *args: Any, **options: Any) -> Any:
+    found = get_new_blocks(pool, *args, **options)
+    if (taken := getattr(pool, "kvbits_taken", None)) is not None:
+        taken.extend(block.block_id for block in found)
+    return found
 
 
-def _telling(original: Any) -> Any:
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pool = self.kv_cache_manager.block_pool
-        if not hasattr(pool, "kvbits_taken"):
-            pool.kvbits_taken = [] if has_copies(self.vllm_config) else None
-        found = original(self, *args, **kwargs)
-        if pool.kvbits_taken:
-            found.kvbits_taken, pool.kvbits_taken = pool.kvbits_taken, []
-        return found
-
-    return schedule
+def _tell(schedule: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
+    pool = scheduler.kv_cache_manager.block_pool
+    if not hasattr(pool, "kvbits_taken"):
+        pool.kvbits_taken = [] if has_copies(scheduler.vllm_config) else None
+    found = schedule(scheduler, *args, **options)
+    if pool.kvbits_taken:
+        found.kvbits_taken, pool.kvbits_taken = pool.kvbits_taken, []
+    return found
 
 
-def _running(original: Any) -> Any:
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        pool = getattr(self.worker, "kvbits_copies", None)
-        if pool is not None:
-            pool.end(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
-            if taken := getattr(scheduler_output, "kvbits_taken", None):
-                each = self.vllm_config.cache_config.block_size // PAGE_SIZE  # pages of a block: several in hybrids
-                with torch.inference_mode():
-                    for state in pool.states:
-                        state.forget([block * each + i for block in taken for i in range(each)])
-        return original(self, scheduler_output, *args, **kwargs)
-
-    return execute_model
+def _forget(execute_model: Any, wrapper: Any, scheduler_output: Any, *args: Any, **options: Any) -> Any:
+    pool = getattr(wrapper.worker, "kvbits_copies", None)
+    if pool is not None:
+        pool.end(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
+        if taken := getattr(scheduler_output, "kvbits_taken", None):
+            each = wrapper.vllm_config.cache_config.block_size // PAGE_SIZE  # pages of a block: several in hybrids
+            with torch.inference_mode():
+                for state in pool.states:
+                    state.forget([block * each + i for block in taken for i in range(each)])
+    return execute_model(wrapper, scheduler_output, *args, **options)
 
 
-def _sizing(original: Any) -> Any:
-    def determine_available_memory(self: Any) -> int:
-        return sized(self.worker, original(self))
-
-    return determine_available_memory
+def _size(determine_available_memory: Any, wrapper: Any) -> int:
+    return sized(wrapper.worker, determine_available_memory(wrapper))

@@ -33,41 +33,38 @@ def install(platform: Any) -> None:
         platform: vLLM's class of the platform.
     """
     releases.register_dtypes(tuple(gone for gone in GONE if gone.startswith("kvbits_")))  # which the selector refuses
-    releases.CONTRACT.wrap(CHECKED, _naming, platform)
+    releases.CONTRACT.wrap(CHECKED, _name, platform)
 
 
-def _naming(original: Callable[..., None]) -> Callable[..., None]:
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        if (cache := vllm_config.cache_config) is None:
-            return original(vllm_config)
-        named = releases.takes_names()
-        if why := misspelt(vllm_config.additional_config, not named or cache.cache_dtype in NAMES):
-            raise UnsupportedError(why)
-        name = options_of(vllm_config, copied=COPIED).named  # no dtype is known yet
-        if name is not None:
-            if named:
-                raise UnsupportedError(
-                    f'additional_config["kvbits"] has the dtype {name}, which is for vLLM before 0.33; pass'
-                    f" --kv-cache-dtype {name}"
-                )
-            if cache.cache_dtype not in ("auto", name):
-                raise UnsupportedError(
-                    f'additional_config["kvbits"] has the dtype {name}, --kv-cache-dtype is {cache.cache_dtype}; leave'
-                    " one of them away"
-                )
-            cache.cache_dtype = name
-        if cache.cache_dtype == AUTO:
-            cache.cache_dtype = _chosen(cls, vllm_config)
-        if cache.cache_dtype in NAMES:
-            # `has_copies` refuses options that are never read
-            needs = {releases.COPIES: has_copies(vllm_config), releases.CLOSED: not named}
-            if why := releases.CONTRACT.refuses(*(feature for feature, needed in needs.items() if needed)):
-                raise UnsupportedError(f"--kv-cache-dtype {cache.cache_dtype}: {why}")
-        original(vllm_config)
-        if name is not None and not cache.user_specified_block_size:
-            cache.block_size = PAGE_SIZE  # a default of the platform, which asks no backend
-
-    return check_and_update_config
+def _name(check_and_update_config: Callable[..., None], platform: Any, vllm_config: Any) -> None:
+    if (cache := vllm_config.cache_config) is None:
+        return check_and_update_config(vllm_config)
+    named = releases.takes_names()
+    if why := misspelt(vllm_config.additional_config, not named or cache.cache_dtype in NAMES):
+        raise UnsupportedError(why)
+    name = options_of(vllm_config, copied=COPIED).named  # no dtype is known yet
+    if name is not None:
+        if named:
+            raise UnsupportedError(
+                f'additional_config["kvbits"] has the dtype {name}, which is for vLLM before 0.33; pass'
+                f" --kv-cache-dtype {name}"
+            )
+        if cache.cache_dtype not in ("auto", name):
+            raise UnsupportedError(
+                f'additional_config["kvbits"] has the dtype {name}, --kv-cache-dtype is {cache.cache_dtype}; leave'
+                " one of them away"
+            )
+        cache.cache_dtype = name
+    if cache.cache_dtype == AUTO:
+        cache.cache_dtype = _chosen(platform, vllm_config)
+    if cache.cache_dtype in NAMES:
+        # `has_copies` refuses options that are never read
+        needs = {releases.COPIES: has_copies(vllm_config), releases.CLOSED: not named}
+        if why := releases.CONTRACT.refuses(*(feature for feature, needed in needs.items() if needed)):
+            raise UnsupportedError(f"--kv-cache-dtype {cache.cache_dtype}: {why}")
+    check_and_update_config(vllm_config)
+    if name is not None and not cache.user_specified_block_size:
+        cache.block_size = PAGE_SIZE  # a default of the platform, which asks no backend
 
 
 def _chosen(platform: Any, vllm_config: Any) -> str:

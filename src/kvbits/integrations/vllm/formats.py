@@ -70,21 +70,17 @@ def tag_for(form: Format) -> torch.dtype:
     return tag
 
 
-def layout_for(
-    kv_cache_dtype: str, num_kv_heads: int, head_dim: int, value_head_dim: int, model_dtype: torch.dtype
-) -> PageLayout:
-    """Return pages of a layer by the name of its dtype ("auto" and the model's own: raw).
+def form_of(kv_cache_dtype: str, model_dtype: torch.dtype) -> Format:
+    """Return the format of a layer by the name of its dtype ("auto" and the model's own: `RAW`).
 
     Raises:
         UnsupportedError: a dtype that is none of these.
     """
-    raw_dtype = RAW_DTYPES[model_dtype]
-    form = RAW if kv_cache_dtype in ("auto", raw_dtype) else FORMATS.get(kv_cache_dtype)
-    if form is None:
+    if (form := RAW if kv_cache_dtype in ("auto", RAW_DTYPES[model_dtype]) else FORMATS.get(kv_cache_dtype)) is None:
         raise UnsupportedError(
             f"kv_cache_dtype={kv_cache_dtype!r} is not a format of kvbits; known: auto, {', '.join(LISTED)}"
         )
-    return form.layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
+    return form
 
 
 def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_head_dim: int) -> PageLayout:

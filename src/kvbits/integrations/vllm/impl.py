@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
@@ -14,15 +15,14 @@ from ...errors import UnsupportedError
 from ...geometry import has_key_bias
 from ...ops import dispatch
 from ...ops.reference.merge import sink_part
-from ...spec import PageLayout
 from ..engine.call import call_for
 from ..engine.layer import Layer
 from ..engine.prefill import scratch_for
+from ..engine.step import Step
 from ..engine.turns import page_turn
 from . import calibrated, formats, observe
 from .copies import Pool
 from .flash import flash_for
-from .metadata import KVBitsMetadata
 from .options import options_of
 from .scheme_file import layer_formats
 
@@ -63,9 +63,8 @@ class KVBitsImpl(AttentionImpl):
                 "kvbits reads a prompt's own keys as they came, not from pages: no --kv-sharing-fast-prefill, no drafts"
                 " that read the model's pages"
             )
-        dtype, kv_heads = torch.get_default_dtype(), num_kv_heads or num_heads
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.head_size, self.scale, self.kv_cache_dtype = head_size, scale, kv_cache_dtype
         self._target_name = kv_sharing_target_layer_name  # of the layer whose pages this one reads
         self._target: KVBitsImpl | None = None
         self.lends = False  # whether others read this layer's pages
@@ -77,11 +76,8 @@ class KVBitsImpl(AttentionImpl):
             if current_platform.is_cpu()
             else torch.device(kind, torch.accelerator.current_device_index())
         )
-        self._config, self._dtype, self._factors = (
-            config,
-            dtype,
-            (float(scale), sliding_window, logits_soft_cap or None),
-        )
+        self._config, self._dtype = config, torch.get_default_dtype()
+        self._factors = float(scale), sliding_window, logits_soft_cap or None
         self._logits = sinks  # learned, [Hq] of this rank, loaded later
         self.moments: Moments | None = None
         self._pages: torch.Tensor | None = None
@@ -96,69 +92,6 @@ class KVBitsImpl(AttentionImpl):
         if any(form and form.calibrated for form in forms):
             calibrated.model_of(config, self._device)
 
-    def _take(self, form: formats.Format | None, layout: PageLayout, copied: bool) -> None:
-        """Take the format that this layer stores (None: the model's own numbers).
-
-        Everything that a step needs is allocated and compiled here, and counted by vLLM.
-        """
-        config, dtype, device = self._config, self._dtype, self._device
-        scaling, window, softcap = self._factors
-        scratch = scratch_for(
-            layout,
-            dtype,
-            device,
-            config.model_config.max_model_len,
-            config.scheduler_config.max_num_batched_tokens,
-            window,
-        )
-        rings = self.options.rings(form, layout) if form and copied else ()
-        self.call = call_for(
-            layout, self.num_heads, dtype, scaling, window, softcap, scratch, flash_for(device, *self._widths), rings
-        )
-        self.stored = Layer(self._found()[1].layer_name, self.call, device)
-        if not self._target_name:
-            self.ring_bytes = sum(ring.nbytes for ring in rings)
-
-    def _take_own_format(self) -> None:
-        """Take the format of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it
-        when it has the whole model.
-        """
-        index, layer = self._found()
-        config, name = self._config, self.kv_cache_dtype
-        own = not self._drafts or config.speculative_config.uses_draft_model()
-        head = not own or index >= config.model_config.get_total_num_hidden_layers()
-        form = formats.FORMATS.get(name)
-        if (head and form and form.calibrated) or (name == formats.SCHEME and (head or self._drafts)):
-            form = formats.FORMATS[formats.HEADS]
-        elif name == formats.SCHEME:
-            form, name = layer_formats(config)[index], "auto"
-        if form is None:
-            layer.kv_cache_dtype, layer.kv_cache_torch_dtype = name, self._dtype
-            layout = formats.layout_for(name, self.num_kv_heads, *self._widths, self._dtype)
-        else:
-            if why := form.refuses(*self._widths):
-                raise UnsupportedError(why)
-            layer.kv_cache_torch_dtype = formats.tag_for(form)
-            layout = form.layout(self.num_kv_heads, *self._widths, formats.RAW_DTYPES[self._dtype])
-        # Passes of heads are planned with the model's and by themselves, that is with copies of two states. Rows of
-        # layers that attend in chunks are chunks, and no request's.
-        self._take(form, layout, copied=not head and not getattr(layer, "attention_chunk_size", None))
-
-    def _found(self) -> tuple[int, Any]:
-        """Return this layer's number in the whole model (that of the one whose pages it reads), and vLLM's layer."""
-        layers = self._config.compilation_config.static_forward_context
-        name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
-        name = self._target_name or name
-        return extract_layer_index(name), layer
-
-    def _take_calibration(self) -> None:
-        """Take this rank's part, by the layer's name."""
-        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        found = calibrated.model_of(self._config, self._device)
-        self.stored.calibrate(*found.layer(self._found()[0], rank, size, self._device))
-
     def take_copies(self) -> None:
         """Allocate this layer's copies, when it is known how many requests have them."""
         if self.ring_bytes:
@@ -167,33 +100,64 @@ class KVBitsImpl(AttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.settle()
 
-    @property
-    def _widths(self) -> tuple[int, int]:
-        """Channels of keys, and of values, which vLLM says to its layer alone."""
-        return self.head_size, self._found()[1].head_size_v
-
     def settle(self) -> None:
-        """Take formats and calibration when the model is there. Loaders that leave `process_weights_after_loading` out
+        """Take format and calibration when the model is there. Loaders that leave `process_weights_after_loading` out
         (tensorizer) get it from the builder.
         """
         if not hasattr(self, "stored"):
             self._settle()
         if self._logits is not None:  # weights may be loaded again
-            self.stored.sink = part = sink_part(self._logits, self._widths[1], self._dtype)
+            self.stored.sink = part = sink_part(self._logits, self.call.layout.value_head_dim, self._dtype)
             dispatch.choose("merge", part[:1]).prepare()
 
     def _settle(self) -> None:
-        self._take_own_format()
-        if self.call.layout.key.needs_rotary:
-            self._take_calibration()
+        """Take a format (of the dtype, of the scheme file, or `HEADS`) by the layer's name, and this rank's part of the
+        calibration. vLLM asks the layer for its dtype when it has the whole model.
+
+        Everything that a step needs is allocated and compiled here, and counted by vLLM.
+        """
+        config, dtype, device = self._config, self._dtype, self._device
+        layers, model = config.compilation_config.static_forward_context, config.model_config
+        name, layer = next((name, x) for name, x in layers.items() if getattr(x, "impl", None) is self)
+        self.index = extract_layer_index(self._target_name or name)
+        own = not self._drafts or config.speculative_config.uses_draft_model()
+        head = not own or self.index >= model.get_total_num_hidden_layers()
+        by_file = self.kv_cache_dtype == formats.SCHEME
+        if by_file and not head and not self._drafts:
+            form = layer_formats(config)[self.index] or formats.RAW
+        else:
+            form = formats.form_of(formats.HEADS if by_file else self.kv_cache_dtype, dtype)
+        if head and form.calibrated:
+            form = formats.FORMATS[formats.HEADS]
+        widths = self.head_size, layer.head_size_v  # which vLLM says to its layer alone
+        if form is formats.RAW:
+            layer.kv_cache_dtype, layer.kv_cache_torch_dtype = "auto" if by_file else self.kv_cache_dtype, dtype
+        else:
+            if why := form.refuses(*widths):
+                raise UnsupportedError(why)
+            layer.kv_cache_torch_dtype = formats.tag_for(form)
+        layout = form.layout(self.num_kv_heads, *widths, formats.RAW_DTYPES[dtype])
+        scaling, window, softcap = self._factors
+        tokens = config.scheduler_config.max_num_batched_tokens
+        scratch = scratch_for(layout, dtype, device, model.max_model_len, tokens, window)
+        # Passes of heads are planned with the model's and by themselves, that is with copies of two states. Rows of
+        # layers that attend in chunks are chunks, and no request's.
+        copied = not head and not getattr(layer, "attention_chunk_size", None)
+        rings, attend = self.options.rings(form, layout) if copied else (), flash_for(device, *widths)
+        self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, attend, rings)
+        self.stored = Layer(layer.layer_name, self.call, device)
         if self._target_name:
-            self._target = self._config.compilation_config.static_forward_context[self._target_name].impl
+            self._target = layers[self._target_name].impl
             self._target.lends = True
-        if self.options.observe and not self._target_name:
-            self.moments = observe.moments(self._config, self._found()[0], self.num_kv_heads)
-        if self.call.layout.is_centered:
-            config = self._config.model_config.hf_text_config
-            self.stored.turn = page_turn(config, self._found()[0], self._device)
+        else:
+            self.ring_bytes = sum(ring.nbytes for ring in rings)
+            if self.options.observe:
+                self.moments = observe.moments(config, self.index, self.num_kv_heads)
+        if layout.key.needs_rotary:
+            rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            self.stored.calibrate(*calibrated.model_of(config, device).layer(self.index, rank, size, device))
+        if layout.is_centered:
+            self.stored.turn = page_turn(model.hf_text_config, self.index, device)
 
     def forward(
         self,
@@ -202,7 +166,7 @@ class KVBitsImpl(AttentionImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: KVBitsMetadata | None,
+        attn_metadata: Step | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,

@@ -43,7 +43,7 @@ class Worker:
     def kvbits_forget(self) -> None:
         """Drop what warming up has shown."""
         for impl in self._observing().values():
-            fresh = moments(self.vllm_config, impl._found()[0], impl.num_kv_heads)
+            fresh = moments(self.vllm_config, impl.index, impl.num_kv_heads)
             impl.moments.load(fresh.state())
 
     def kvbits_write(self, folder: str) -> None:
@@ -64,7 +64,7 @@ class Worker:
     def _observing(self) -> dict[int, Any]:
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         impls = [layer.impl for layer in layers if getattr(getattr(layer, "impl", None), "moments", None) is not None]
-        return {impl._found()[0]: impl for impl in impls}
+        return {impl.index: impl for impl in impls}
 
 
 def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> Calibration:

@@ -26,9 +26,9 @@ class Options(engine.Options):
         dtype: the format where `--kv-cache-dtype` has a closed list (`dtypes`).
     """
 
-    scheme: str = dataclasses.field(default="", metadata={"what": "a scheme file"})
-    observe: bool = False
-    dtype: str = dataclasses.field(default="", metadata={"what": "a kvbits dtype"})
+    scheme: str = engine.option("", "the name of a scheme file")
+    observe: bool = engine.option(False, "true or false")
+    dtype: str = engine.option("", "the name of a kvbits dtype")
 
     @property
     def named(self) -> str | None:
@@ -74,10 +74,8 @@ def options_of(vllm_config: Any, copied: int | None = None) -> Options:
     """
     given = vllm_config.additional_config
     given = given.get(KEY, {}) if isinstance(given, dict) else {}
-    dtype, drafts = (
-        vllm_config.cache_config.cache_dtype,
-        getattr(getattr(vllm_config, "speculative_config", None), "kv_cache_dtype", None),
-    )
+    dtype = vllm_config.cache_config.cache_dtype
+    drafts = getattr(getattr(vllm_config, "speculative_config", None), "kv_cache_dtype", None)
     if copied is None:
         copied = _copied(dtype, given.get("scheme") if isinstance(given, dict) else None)
     # Drafts have the target's options, and for a moment its configuration under their own dtype.

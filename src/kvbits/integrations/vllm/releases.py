@@ -11,7 +11,7 @@ from __future__ import annotations
 import typing
 from typing import Any
 
-from ...contract import Contract, calls, overrides, reads, see, wraps
+from ...contract import Contract, calls, needed_by, overrides, reads, see, wraps
 from .formats import NAMES, PLACEHOLDER, TAGS
 
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
@@ -89,7 +89,6 @@ CONTRACT = Contract(
             f"{_attention}:AttentionImpl.forward",
             "layer query key value kv_cache attn_metadata output output_scale output_block_scale",
         ),
-        reads(f"{_attention}:AttentionMetadata"),
         reads(f"{_attention}:AttentionMetadataBuilder", "reorder_batch_threshold"),
         calls(f"{_attention}:AttentionMetadataBuilder.__init__", "kv_cache_spec layer_names vllm_config device"),
         calls(
@@ -139,35 +138,37 @@ CONTRACT = Contract(
         ),
         reads("vllm:LLM", loaded=False),
         reads("vllm:SamplingParams", loaded=False),
-        # copies of newest pages
-        wraps("vllm.v1.core.block_pool:BlockPool.get_new_blocks", feature=COPIES, ends="vllm#53067"),
-        wraps("vllm.v1.core.sched.scheduler:Scheduler.schedule", feature=COPIES, ends=OUTSIDE),
-        reads("vllm.v1.core.sched.scheduler:Scheduler", "kv_cache_manager vllm_config", feature=COPIES),
-        reads("vllm.v1.core.kv_cache_manager:KVCacheManager", "block_pool", feature=COPIES),
-        reads("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id", feature=COPIES),
-        reads("vllm.v1.core.sched.output:SchedulerOutput", "finished_req_ids preempted_req_ids", feature=COPIES),
-        reads(_worker, "worker vllm_config", feature=COPIES),
-        wraps(f"{_worker}.execute_model", "scheduler_output", feature=COPIES, ends=OUTSIDE),
-        wraps(
-            f"{_worker}.determine_available_memory",
-            feature=COPIES,
-            otherwise="the worker's, to which the wrapper hands it on",
-            ends=OUTSIDE,
+        *needed_by(
+            COPIES,
+            wraps("vllm.v1.core.block_pool:BlockPool.get_new_blocks", ends="vllm#53067"),
+            wraps("vllm.v1.core.sched.scheduler:Scheduler.schedule", ends=OUTSIDE),
+            reads("vllm.v1.core.sched.scheduler:Scheduler", "kv_cache_manager vllm_config"),
+            reads("vllm.v1.core.kv_cache_manager:KVCacheManager", "block_pool"),
+            reads("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id"),
+            reads("vllm.v1.core.sched.output:SchedulerOutput", "finished_req_ids preempted_req_ids"),
+            reads(_worker, "worker vllm_config"),
+            wraps(f"{_worker}.execute_model", "scheduler_output", ends=OUTSIDE),
+            wraps(
+                f"{_worker}.determine_available_memory",
+                otherwise="the worker's, to which the wrapper hands it on",
+                ends=OUTSIDE,
+            ),
+            reads("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "req_states", loaded=False),
+            reads(
+                "vllm.v1.worker.gpu.states:RequestState",
+                "index_to_req_id req_id_to_index",
+                loaded=False,
+            ),
+            reads("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "input_batch requests", loaded=False),
+            reads("vllm.v1.worker.gpu_input_batch:InputBatch", "req_ids", loaded=False),
         ),
-        reads("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "req_states", feature=COPIES, loaded=False),
-        reads(
-            "vllm.v1.worker.gpu.states:RequestState",
-            "index_to_req_id req_id_to_index",
-            feature=COPIES,
-            loaded=False,
+        *needed_by(
+            LOG,
+            wraps("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", "vllm_config kv_cache_config"),
+            wraps("vllm.v1.metrics.loggers:PrometheusStatLogger.log_metrics_info", "type config_obj"),
+            reads("vllm.v1.metrics.loggers:PrometheusStatLogger", "_gauge_cls vllm_config"),
+            reads("vllm.engine.arg_utils:_compute_kwargs", loaded=False),
         ),
-        reads("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "input_batch requests", feature=COPIES, loaded=False),
-        reads("vllm.v1.worker.gpu_input_batch:InputBatch", "req_ids", feature=COPIES, loaded=False),
-        # what is said
-        wraps("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", "vllm_config kv_cache_config", feature=LOG),
-        wraps("vllm.v1.metrics.loggers:PrometheusStatLogger.log_metrics_info", "type config_obj", feature=LOG),
-        reads("vllm.v1.metrics.loggers:PrometheusStatLogger", "_gauge_cls vllm_config", feature=LOG),
-        reads("vllm.engine.arg_utils:_compute_kwargs", feature=LOG, loaded=False),
     ),
 )
 

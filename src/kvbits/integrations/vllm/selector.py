@@ -25,68 +25,66 @@ HYBRID = "kvbits.integrations.vllm.backend.HybridBackend"
 
 def install(platform: Any) -> None:
     """Wrap what a platform class of vLLM asks about backends, once."""
-    for name, wrapper in (
-        ("get_attn_backend_cls", _selecting),
-        ("update_block_size_for_backend", _refusing),
-        ("_align_heterogeneous_kv_block_size", _aligning),
+    for name, hook in (
+        ("get_attn_backend_cls", _select),
+        ("update_block_size_for_backend", _refuse),
+        ("_align_heterogeneous_kv_block_size", _align),
     ):
-        releases.CONTRACT.wrap(f"vllm.platforms:current_platform.{name}", wrapper, platform)
+        releases.CONTRACT.wrap(f"vllm.platforms:current_platform.{name}", hook, platform)
 
 
 def install_layer() -> None:
     """Wrap the initialization of vLLM's attention layer, once."""
-    releases.CONTRACT.wrap("vllm.model_executor.layers.attention:Attention.__init__", _making)
+    releases.CONTRACT.wrap("vllm.model_executor.layers.attention:Attention.__init__", _make)
 
 
-def _selecting(original: Callable[..., str]) -> Callable[..., str]:
-    def get_attn_backend_cls(
-        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> str:
-        if (dtype := attn_selector_config.kv_cache_dtype) in GONE:
-            raise ValueError(unknown("--kv-cache-dtype", dtype, SHOWN))
-        ours = releases.backend()
-        if dtype in NAMES and selected_backend not in (None, ours):
-            raise ValueError(
-                f"--kv-cache-dtype {dtype} is read by kvbits' attention backend alone, not by {selected_backend.name}; "
-                f"leave --attention-backend away or pass --attention-backend {ours.name}"
-            )
-        config = _engine()
-        if selected_backend is None and (
-            dtype in NAMES or (config is not None and config.cache_config.cache_dtype in NAMES)
-        ):
-            selected_backend = ours
-        if dtype in NAMES and (other := ours.get_path()) != releases.BACKEND:
-            raise ValueError(
-                f"--kv-cache-dtype {dtype} is read by kvbits' attention backend, and another plugin registered {other}"
-                f" as vLLM's {ours.name} backend; load one of them: VLLM_PLUGINS=kvbits"
-            )
-        if selected_backend is ours and cls.device_type == "cpu":  # whose own selection knows one backend only
-            found = _checked(attn_selector_config)
-        else:
-            found = original(selected_backend, attn_selector_config=attn_selector_config, num_heads=num_heads)
-        return (
-            HYBRID
-            if found == releases.BACKEND
-            and config is not None
-            and config.model_config is not None
-            and config.model_config.is_hybrid
-            else found
+def _select(
+    get_attn_backend_cls: Callable[..., str],
+    platform: Any,
+    selected_backend: Any,
+    attn_selector_config: Any,
+    num_heads: int | None = None,
+) -> str:
+    if (dtype := attn_selector_config.kv_cache_dtype) in GONE:
+        raise ValueError(unknown("--kv-cache-dtype", dtype, SHOWN))
+    ours = releases.backend()
+    if dtype in NAMES and selected_backend not in (None, ours):
+        raise ValueError(
+            f"--kv-cache-dtype {dtype} is read by kvbits' attention backend alone, not by {selected_backend.name}; "
+            f"leave --attention-backend away or pass --attention-backend {ours.name}"
         )
+    config = _engine()
+    if selected_backend is None and (
+        dtype in NAMES or (config is not None and config.cache_config.cache_dtype in NAMES)
+    ):
+        selected_backend = ours
+    if dtype in NAMES and (other := ours.get_path()) != releases.BACKEND:
+        raise ValueError(
+            f"--kv-cache-dtype {dtype} is read by kvbits' attention backend, and another plugin registered {other}"
+            f" as vLLM's {ours.name} backend; load one of them: VLLM_PLUGINS=kvbits"
+        )
+    if selected_backend is ours and platform.device_type == "cpu":  # whose own selection knows one backend only
+        found = _checked(attn_selector_config)
+    else:
+        found = get_attn_backend_cls(selected_backend, attn_selector_config=attn_selector_config, num_heads=num_heads)
+    return (
+        HYBRID
+        if found == releases.BACKEND
+        and config is not None
+        and config.model_config is not None
+        and config.model_config.is_hybrid
+        else found
+    )
 
-    return get_attn_backend_cls
 
-
-def _refusing(original: Callable[..., None]) -> Callable[..., None]:
-    def update_block_size_for_backend(cls: Any, vllm_config: Any) -> None:
-        if (
-            vllm_config.model_config is not None
-            and vllm_config.cache_config.cache_dtype in NAMES
-            and (why := _refuses(vllm_config))
-        ):
-            raise UnsupportedError(f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}: {why}")
-        original(vllm_config)
-
-    return update_block_size_for_backend
+def _refuse(update_block_size_for_backend: Callable[..., None], platform: Any, vllm_config: Any) -> None:
+    if (
+        vllm_config.model_config is not None
+        and vllm_config.cache_config.cache_dtype in NAMES
+        and (why := _refuses(vllm_config))
+    ):
+        raise UnsupportedError(f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}: {why}")
+    update_block_size_for_backend(vllm_config)
 
 
 def _refuses(vllm_config: Any) -> str | None:
@@ -108,28 +106,22 @@ def _refuses(vllm_config: Any) -> str | None:
     return None
 
 
-def _aligning(original: Callable[..., None]) -> Callable[..., None]:
-    def _align_heterogeneous_kv_block_size(cls: Any, vllm_config: Any, backend_cls: Any) -> None:
-        if not _is_ours(backend_cls):
-            original(vllm_config, backend_cls)
-
-    return _align_heterogeneous_kv_block_size
+def _align(align_block_size: Callable[..., None], platform: Any, vllm_config: Any, backend_cls: Any) -> None:
+    if not _is_ours(backend_cls):
+        align_block_size(vllm_config, backend_cls)
 
 
 def _is_ours(backend: Any) -> bool:
     return any(f"{x.__module__}.{x.__qualname__}" == releases.BACKEND for x in backend.__mro__)
 
 
-def _making(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, attn_backend: Any = None, **kwargs: Any) -> None:
-        from vllm.model_executor.layers.attention import Attention
+def _make(init: Callable[..., None], layer: Any, *args: Any, attn_backend: Any = None, **options: Any) -> None:
+    from vllm.model_executor.layers.attention import Attention
 
-        _forget_other_engines()
-        named = attn_backend is not None and attn_backend.get_name().endswith("_DIFFKV")
-        dropped = named and type(self) is Attention and _is_asked()
-        original(self, *args, attn_backend=None if dropped else attn_backend, **kwargs)
-
-    return __init__
+    _forget_other_engines()
+    named = attn_backend is not None and attn_backend.get_name().endswith("_DIFFKV")
+    dropped = named and type(layer) is Attention and _is_asked()
+    init(layer, *args, attn_backend=None if dropped else attn_backend, **options)
 
 
 def _is_asked() -> bool:

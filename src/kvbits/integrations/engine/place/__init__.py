@@ -202,15 +202,9 @@ def check(
         )
     if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
         raise DataError(f"slots must be dense int64 [tokens], got {slots.dtype} {list(slots.shape)}")
-    of_tokens = [("previous", places.previous, slots), ("starts", places.starts, slots)]
-    rooms = [
-        *of_tokens,
-        *(
-            [("slots", places.copies.formats[0].slots, slots), ("head", places.copies.head, seq_lens)]
-            if places.copies
-            else []
-        ),
-    ]
+    rooms = [("previous", places.previous, slots), ("starts", places.starts, slots)]
+    if c := places.copies:
+        rooms += [("slots", c.formats[0].slots, slots), ("head", c.head, seq_lens)]
     for name, room, x in rooms:
         if room is not None and len(room) < len(x):
             raise DataError(f"{name} has room for {len(room)}, the step has {len(x)}")
@@ -239,12 +233,12 @@ def place(
     check(places, seq_lens, starts, table, slots, rings)
     places.advance()
     n, rows, size = len(slots), len(seq_lens), places.page_size
-    lens, begins, blocks, stamps = (x.numpy() for x in (seq_lens, starts, table, places.stamps))
+    lens, begins, blocks, slot, stamps = (x.numpy() for x in (seq_lens, starts, table, slots, places.stamps))
     token = np.arange(n)
     row = np.searchsorted(begins[1:], token, side="right").clip(max=rows - 1)
     position = lens[row] - begins[row + 1] + token
-    block, at, page, newest = slots.numpy() // size, slots.numpy() % size, position // size, (lens[row] - 1) // size
-    stored = (slots.numpy() >= 0) & (block < len(stamps)) & (position >= 0) & (page < blocks.shape[1])
+    block, at, page, newest = slot // size, slot % size, position // size, (lens[row] - 1) // size
+    stored = (slot >= 0) & (block < len(stamps)) & (position >= 0) & (page < blocks.shape[1])
     stamps[block[stored]] = places.step
     if places.starts is not None:
         places.starts.numpy()[:n] = page.clip(min=0) * size
