@@ -1,5 +1,5 @@
 """Every scheme of the core is served by native kernels on CPUs and on GPUs: decoding, chunks past the pages, pages that
-close, tokens that are stored one by one.
+close, tokens that are stored one by one, pages that become rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvbits.errors import SpecError, UnsupportedError
 from kvbits.ops import dispatch
 from kvbits.spec import PageLayout, PerGroup, QuantSpec
 
-NATIVE = {"decode", "chunk", "close", "store"}
+NATIVE = {"decode", "chunk", "close", "store", "unpack"}
 
 
 def layout_of(name, head_dim=128, raw_dtype="bfloat16"):
@@ -63,16 +63,17 @@ def test_it_is_printed_without_a_gpu():
 
 
 def test_choices_say_why():
-    given = layout_of("int8"), torch.float32
+    given = layout_of("int8"), torch.float64
     choice = dispatch.choose("unpack", *given, torch.device("cpu"))
-    assert choice.backend == "reference" and str(choice) == f"unpack by reference (cuda: {choice.refusals['cuda']})"
+    assert choice.backend == "reference"
+    assert str(choice) == f"unpack by reference (cpu: {choice.refusals['cpu']}; cuda: {choice.refusals['cuda']})"
     choice.prepare()
     with pytest.raises(
         UnsupportedError,
-        match=r"unpack: cuda: .*; reference: the pages are on meta; the reference reads page numbers on the host",
+        match=r"unpack: cpu: .*; cuda: .*; reference: the pages are on meta; the reference reads page numbers on the host",
     ):
         dispatch.choose("unpack", *given, torch.device("meta"))
     with pytest.raises(SpecError, match=r"unpack: backend 'cuda' refuses this call: .*; use backend='auto'"):
         dispatch.choose("unpack", *given, torch.device("cpu"), backend="cuda")
-    with pytest.raises(SpecError, match="unknown backend 'gpu' for unpack; known: auto, cuda, reference"):
+    with pytest.raises(SpecError, match="unknown backend 'gpu' for unpack; known: auto, cpu, cuda, reference"):
         dispatch.choose("unpack", *given, torch.device("cpu"), backend="gpu")

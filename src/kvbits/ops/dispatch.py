@@ -35,7 +35,7 @@ BACKENDS = {
     "close": ("cpu", "cuda", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "merge": ("cuda", "reference"),
-    "unpack": ("cuda", "reference"),
+    "unpack": ("cpu", "cuda", "reference"),
 }
 FUNCTIONS = {
     "attend": ("attend", "plan"),

@@ -435,6 +435,8 @@ class LongQueries:
         rows: dtype of unpacked rows; that of the queries by default.
         results: dtype of results that `run` rounds to the queries'; that of the rows by default.
         max_rows: rows of scratch.
+        by_head: whether the rows of a head lie side by side in the scratch. Otherwise the heads of a row do, as CUDA
+            kernels write them.
     """
 
     reads_host = True
@@ -452,11 +454,12 @@ class LongQueries:
         rows: torch.dtype | None = None,
         results: torch.dtype | None = None,
         max_rows: int = MAX_ROWS,
+        by_head: bool = False,
         **options: Any,
     ) -> None:
         self._layouts, self._device = tuple(layouts), device if device.type == "cpu" else indexed(device)
         self._shape = num_queries, num_q_heads, layouts[0].head_dim
-        self._dtype, self._rows, self._max_rows = dtype, rows or dtype, max_rows
+        self._dtype, self._rows, self._max_rows, self._by_head = dtype, rows or dtype, max_rows, by_head
         self.result_dtype = results or self._rows
         self._attend = attend or functools.partial(dense_rows, dense.attention, scaling)
         self._layers: dict[int, tuple[PageStore, ...]] = {}
@@ -493,14 +496,12 @@ class LongQueries:
             out.zero_()
             if lse is not None:
                 lse.fill_(-torch.inf)
-        shape = histories.rows, layout.num_kv_heads
-        scratch = Scratch(*(q.new_empty(*shape, d) for d in (layout.head_dim, layout.value_head_dim)))
         histories.run(
             self._layers[layer],
             q.flatten(0, 1),
             out.flatten(0, 1),
             self._attend,
-            scratch,
+            Scratch(*(self._empty(q, histories.rows, d) for d in (layout.head_dim, layout.value_head_dim))),
             lse=None if lse is None else lse.flatten(0, 1),
         )
         if hidden is not None:
@@ -508,6 +509,13 @@ class LongQueries:
             if lse is not None:
                 lse.masked_fill_(hidden[..., None], -torch.inf)
         return out if given is out else given.copy_(out)
+
+    def _empty(self, q: torch.Tensor, rows: int, head_dim: int) -> torch.Tensor:
+        """Return [rows, H, head_dim], not written, of the dtype and device of the queries."""
+        heads = self._layouts[0].num_kv_heads
+        if self._by_head:
+            return q.new_empty(heads, rows, head_dim).transpose(0, 1)
+        return q.new_empty(rows, heads, head_dim)
 
     def explain(self) -> str:
         return f"attend: pages unpacked to {str(self._rows)[6:]}, then dense attention of {self._shape[0]} queries"

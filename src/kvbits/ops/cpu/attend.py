@@ -130,7 +130,15 @@ def _keeps_precision(layouts: Sequence[PageLayout], queries: torch.dtype) -> boo
 
 def _unpacked(layouts: Sequence[PageLayout], rows: torch.dtype, **options: Any) -> LongQueries:
     attend = functools.partial(dense_rows, dense.attention, options["scaling"])
-    return LongQueries(layouts, attend=attend, rows=rows, results=torch.float32, max_rows=UNPACKED_ROWS, **options)
+    return LongQueries(
+        layouts,
+        attend=attend,
+        rows=rows,
+        results=torch.float32,
+        max_rows=UNPACKED_ROWS,
+        by_head=True,
+        **options,
+    )
 
 
 class Plan(HostPlan):

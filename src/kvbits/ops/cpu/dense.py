@@ -26,7 +26,7 @@ def attention(
     """Return attention of queries that see all rows. Query heads of a kv head are rows of one product.
 
     Args:
-        q: [B, T, Hq, D]; k, v: [B, S, H, D], of one dtype; rows dense.
+        q: [B, T, Hq, D]; k, v: [B, S, H, D], of one dtype; rows dense. Those of a head side by side are read faster.
         causal: False; the chunk's own tokens are for `attend_fresh`.
 
     Returns:
@@ -36,6 +36,7 @@ def attention(
     tokens, heads = q.shape[1], k.shape[2]
     rows = q.unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
     out, lse = flash(rows, k.transpose(1, 2), v.transpose(1, 2), scaling)
-    bad = ~torch.isfinite(rows).all(-1)
-    out, lse = out.masked_fill(bad[..., None], torch.nan), lse.float().masked_fill(bad, torch.nan)
+    lse = lse.float()
+    if (bad := ~torch.isfinite(rows).all(-1)).any():
+        out, lse = out.masked_fill(bad[..., None], torch.nan), lse.masked_fill(bad, torch.nan)
     return tuple(x.unflatten(2, (tokens, -1)).transpose(1, 2).flatten(2, 3) for x in (out, lse))

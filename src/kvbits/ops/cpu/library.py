@@ -22,7 +22,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 24
+ABI_VERSION = 25
 LIBRARY_NAME = "libkvbits_cpu.so"
 TIERS = ("amx", "avx512", "avx2", "neon", "generic", "amx_emulated")
 TILE_TIERS = ("amx", "amx_emulated")
@@ -166,6 +166,26 @@ class StoreCall(Structure):
     ]
 
 
+class UnpackStruct(Structure):
+    """`kvbits_unpack_call`."""
+
+    _fields_ = [
+        ("store", c_void_p),
+        ("num_entries", c_int64),
+        ("page_ids", c_void_p),
+        ("starts", c_void_p),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("value_head_dim", c_int32),
+        ("dtype", c_int32),
+        ("num_threads", c_int32),
+        ("to", c_void_p * 2),
+        ("stride", (c_int64 * 2) * 2),
+    ]
+
+
 def _candidates() -> list[Path]:
     if named := os.environ.get("KVBITS_CPU_LIBRARY"):
         return [Path(named)]
@@ -207,6 +227,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
     lib.kvbits_store_tokens.argtypes = [POINTER(StoreCall)]
+    lib.kvbits_unpack.argtypes = [POINTER(UnpackStruct)]
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
         return (

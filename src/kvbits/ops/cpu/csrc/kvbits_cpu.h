@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 24 };
+enum { KVBITS_ABI_VERSION = 25 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -127,6 +127,20 @@ typedef struct {
   int32_t* status;  // [7], added to: as in kvbits_close_call, then tokens whose slots lead out of the pages; or null
 } kvbits_store_call;
 
+// Unpacks pages: rows of to[0] are keys, of to[1] values, [num_rows, num_kv_heads, head_dim or value_head_dim], last
+// dim dense.
+typedef struct {
+  const kvbits_store* store;
+  int64_t num_entries;
+  const int64_t* page_ids;  // [num_entries]
+  const int64_t* starts;    // [num_entries] position of the page's first token
+  const int32_t* rows;      // [num_entries][2] its first row, and how many of its tokens become rows
+  int64_t num_rows;
+  int32_t num_kv_heads, head_dim, value_head_dim, dtype, num_threads;
+  void* to[2];
+  int64_t stride[2][2];     // elements: row, head
+} kvbits_unpack_call;
+
 KVBITS_EXPORT int32_t kvbits_abi_version(void);
 
 // Name of the instruction set in use ("amx", "avx512", "avx2", "neon", "generic"), and of the best one here.
@@ -149,6 +163,8 @@ KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
 // Closes pages, stores tokens. Where their status says that numbers cannot be stored, pages are left half written.
 KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
 KVBITS_EXPORT int32_t kvbits_store_tokens(kvbits_store_call* call);
+
+KVBITS_EXPORT int32_t kvbits_unpack(const kvbits_unpack_call* call);
 
 KVBITS_EXPORT const char* kvbits_error(int32_t code);
 

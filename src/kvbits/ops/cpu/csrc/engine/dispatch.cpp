@@ -177,6 +177,7 @@ const char* kvbits_error(int32_t code) {
       return "fresh tokens go to raw pages of the same type, or to token-local ones";
     case KVBITS_BAD_START:
       return "a page of keys that are turned back has no position, or one whose frame was not given";
+    case KVBITS_BAD_ROWS: return "rows of unpacked pages must lie inside of what they are written to";
     case KVBITS_NO_TIER: return "KVBITS_CPU_TIER names an instruction set that this machine or build does not have";
     case KVBITS_NO_MEMORY: return "out of memory for the kernels' scratch buffers";
     default: return "unknown error";

@@ -19,6 +19,7 @@ enum Error {
   KVBITS_NOT_TOKEN_LOCAL,
   KVBITS_BAD_BANDS,
   KVBITS_BAD_START,
+  KVBITS_BAD_ROWS,
 };
 
 const TierKernels* active_tier();

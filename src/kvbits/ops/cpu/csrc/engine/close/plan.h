@@ -22,9 +22,12 @@ struct CloseResult {
   bool nonfinite, overflow;
 };
 
+struct UnpackKernels;
+
 struct PageKernels {
   size_t (*close_scratch_bytes)(int page_size, int head_dim);
   void (*store)(const TokensPart& part, void* scratch, CloseResult& result);
+  const UnpackKernels* unpack;
 };
 
 const PageKernels* pages_generic();

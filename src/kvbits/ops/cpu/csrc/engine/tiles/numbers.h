@@ -18,13 +18,6 @@ INLINE void store_pairs(uint16_t* to, int64_t apart, vf first, vf second) {
   if (TERMS > 1) store_int((int32_t*)(to + apart), paired(rounded(first - (vf)a), rounded(second - (vf)b)));
 }
 
-// Numbers of a byte of every word, at `bit`, as 256 plus what the bits say: a shift and a mask put them into the
-// mantissa.
-INLINE vf above_256(vi words, int bit, int bits) {
-  const vi up = bit < 15 ? words << (15 - bit) : shifted_down(words, bit - 15);
-  return (vf)((up & (((1 << bits) - 1) << 15)) | 0x43800000);
-}
-
 // One of two rows whose bit STEP differs, after their words have changed places with the lanes whose bit STEP differs.
 template <int STEP, bool UPPER>
 INLINE vi exchanged_rows(vi a, vi b) {

@@ -93,6 +93,13 @@ INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 #endif
 INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 
+// Numbers of a byte of every word, at `bit`, as 256 plus what the bits say: a shift and a mask put them into the
+// mantissa.
+INLINE vf above_256(vi words, int bit, int bits) {
+  const vi up = bit < 15 ? words << (15 - bit) : shifted_down(words, bit - 15);
+  return (vf)((up & (((1 << bits) - 1) << 15)) | 0x43800000);
+}
+
 INLINE vi iota() {
   vi v;
   for (int i = 0; i < VL; i++) v[i] = i;

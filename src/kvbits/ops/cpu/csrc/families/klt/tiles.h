@@ -6,9 +6,8 @@
 #include "engine/tiles/rows.h"
 #include "families/plain/tiles.h"
 #include "hadamard.h"
-#include "keys.h"
+#include "numbers.h"
 #include "offsets.h"
-#include "values.h"
 
 namespace {
 
@@ -24,30 +23,6 @@ struct KltTiles {
   alignas(64) uint16_t turned_terms[TERMS * PAIR * TILE_ROWS * MAX_HEAD_DIM];  // [tile][term][step] tiles of A
   alignas(64) float product[OFFSET_TILES * TILE_COLUMNS * MAX_HEAD_DIM];
 };
-
-// Indices of a band's 16 channels, 16 tokens in a word each; of 8 bits the whole code.
-template <int WIDTH>
-INLINE void band_indices(const BandAt& at, const BandPiece* piece, vi (&words)[RUNS]) {
-  vi x[1][RUNS];
-  load_indices<WIDTH, 1>(at, piece[0], x);
-  for (int i = 0; i < RUNS; i++) words[i] = x[0][i];
-  if constexpr (WIDTH == 8) {
-    load_indices<WIDTH, 1>(at, piece[1], x);
-    for (int i = 0; i < RUNS; i++) words[i] = words[i] << 4 | x[0][i];
-  }
-}
-
-static void any_band_indices(const BandAt& at, const BandPiece* piece, vi (&words)[RUNS]) {
-  switch (piece->width) {
-    case 1: return band_indices<1>(at, piece, words);
-    case 2: return band_indices<2>(at, piece, words);
-    case 3: return band_indices<3>(at, piece, words);
-    case 4: return band_indices<4>(at, piece, words);
-    case 5: return band_indices<5>(at, piece, words);
-    case 6: return band_indices<6>(at, piece, words);
-    default: return band_indices<8>(at, piece, words);
-  }
-}
 
 // Keys of a block in their basis, without their offsets, to its slices.
 static void klt_keys_to_tiles(const kvbits_tensor& t, const BandPieces& list, const Block& b, int d, const PageView& at,
@@ -75,13 +50,6 @@ static void klt_keys_to_tiles(const kvbits_tensor& t, const BandPieces& list, co
                          above_256(words[1][run], 8 * k, 8) * factor[1] + add[1]);
     }
   }
-}
-
-// Byte k of every word of levels as a number: 256 more than it.
-template <int BITS>
-INLINE vf level_number(vi words, int k) {
-  if (BITS != 2) return above_256(words, 8 * k, 8);
-  return above_256(words ^ (int)0x80808080, 8 * k, 8) - 128.0f;  // signed
 }
 
 template <int BITS, class Levels>

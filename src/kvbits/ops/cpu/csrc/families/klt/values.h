@@ -5,12 +5,10 @@
 // channel before is the lane before, and in front of a ring's first lane its last one in the run before.
 #pragma once
 #include "engine/attend/part.h"
+#include "families/value_words.h"
 #include "hadamard.h"
 
 namespace {
-
-constexpr int RING_LANES = RING / 4;
-constexpr int RINGS = VL / RING_LANES;  // of a vector
 
 // What levels are around: those of 2 bits are odd integers, of more bits indices.
 constexpr float middle_index(int bits) { return bits == 2 ? 0.0f : (float)((1 << bits) - 0.5f); }
@@ -32,64 +30,6 @@ static void turn_outputs(Part& p) {
   for (int i = 0; i < p.num_chunks; i++)
     for (int h = 0; h < p.chunks[i].rows; h++) hadamard(p.chunks[i].acc[h], p.call.value_head_dim);
 }
-
-// Where a plane has words of a vector's rings, at the block's first token.
-struct RingWords {
-  alignas(64) int32_t shift[VL];  // of their fields
-  const uint8_t* at[RINGS];
-  int quad_bytes[RINGS], field[RINGS];
-  bool whole;    // the rings lie side by side
-  bool fetches;  // lines that no other vector fetches
-};
-
-INLINE void set_shift(RingWords& w, int ring) {
-  for (int k = 0; k < RING_LANES; k++) w.shift[ring * RING_LANES + k] = w.field[ring];
-}
-
-// A run of the ring at `channel`. The rings' quads of words are RING_LANES words each.
-INLINE void find_run(const ValueArgs& a, int plane, int bits, int channel, int ring, RingWords& w) {
-  const int rb = a.row_bytes[plane], field = channel / rb, r = channel - field * rb, block = r / 16 * 16,
-            width = rb - block < 16 ? rb - block : 16;
-  w.at[ring] = a.plane[plane] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4;
-  w.quad_bytes[ring] = 4 * width;
-  w.field[ring] = field * bits;
-}
-
-// Words of the channels that lie `start` behind the first one of each of `count` rings from `first` on. Lanes behind the
-// last ring have those of the first.
-static void find_words(const ValueArgs& a, int plane, int bits, int start, int first, int count, RingWords& w) {
-  const int rb = a.row_bytes[plane], channel = start + 4 * first, r = channel % rb;
-  find_run(a, plane, bits, channel, 0, w);
-  w.fetches = w.field[0] == 0;
-  w.whole = count == RINGS && r / 16 == (r + VL - 1) / 16 && r + VL <= rb;
-  store_int(w.shift, splat_int(w.field[0]));
-  if (w.whole) {
-    for (int i = 1; i < RINGS; i++) w.at[i] = w.at[0] + i * 16, w.quad_bytes[i] = w.quad_bytes[0];
-    return;
-  }
-  for (int i = 0; i < RINGS; i++) {
-    find_run(a, plane, bits, start + 4 * (i < count ? first + i : first), i, w);
-    w.fetches |= w.field[i] == 0;
-    set_shift(w, i);
-  }
-}
-
-template <bool WHOLE>
-INLINE vi load_rings(const RingWords& w, int quad, int64_t ahead) {
-  if (WHOLE || RINGS == 1) {
-    const uint8_t* at = w.at[0] + quad * w.quad_bytes[0];
-    if (w.fetches) fetch(at + ahead);
-    return load_int(at);
-  }
-  const uint8_t* at[RINGS];
-  for (int i = 0; i < RINGS; i++) {
-    at[i] = w.at[i] + quad * w.quad_bytes[i];
-    if (w.fetches) fetch(at[i] + ahead);
-  }
-  return load_quads(at);
-}
-
-INLINE vi fields_at_bottom(const RingWords& w, vi x) { return (vi)((vu)x >> (vu)load_int(w.shift)); }
 
 // Bytes turned by `by` bits to the left.
 INLINE vi bytes_turned(vi x, int by) { return bits_of((0xff << by) & 0xff, x << by, shifted_down(x, 8 - by)); }
@@ -214,6 +154,29 @@ struct RunLevels {
   }
 };
 
+// Calls `use(levels, first ring, rings)` for each vector of rings.
+template <int BITS, class Use>
+INLINE void with_levels(const ValueArgs& a, const Use& use) {
+  const int rings = round_up(a.head_dim, RING) / RING;
+  for (int first = 0; first < rings; first += RINGS) {
+    const int count = rings - first < RINGS ? rings - first : RINGS;
+    if (FieldLevels<BITS, true>::serves(a.head_dim)) {
+      FieldLevels<BITS, true> levels;
+      levels.ahead = a.ahead;
+      levels.fitted = a.fitted;
+      levels.find(a, first, count);
+      if (levels.whole()) use(levels, first, count);
+      else use(*(FieldLevels<BITS, false>*)&levels, first, count);
+    } else {
+      RunLevels<BITS> levels;
+      levels.ahead = a.ahead;
+      levels.fitted = a.fitted;
+      levels.find(a, first, count);
+      use(levels, first, count);
+    }
+  }
+}
+
 // The outputs gain runs FIRST, FIRST + STEP .. of a vector of rings.
 template <int BITS, int NH, int FIRST, int STEP, class Levels>
 INLINE void add_runs(const ValueArgs& a, const Levels& levels, int channel, int stride, int lanes) {
@@ -242,24 +205,9 @@ INLINE void add_rings(const ValueArgs& a, const Levels& levels, int first, int c
 // The chunk's outputs gain the block's values. Middles of indices are settled by the caller.
 template <int BITS, int NH>
 static void value_trellis(const ValueArgs& a) {
-  const int rings = round_up(a.head_dim, RING) / RING;
-  for (int first = 0; first < rings; first += RINGS) {
-    const int count = rings - first < RINGS ? rings - first : RINGS;
-    if (FieldLevels<BITS, true>::serves(a.head_dim)) {
-      FieldLevels<BITS, true> levels;
-      levels.ahead = a.ahead;
-      levels.fitted = a.fitted;
-      levels.find(a, first, count);
-      if (levels.whole()) add_rings<BITS, NH, 0>(a, levels, first, count);
-      else add_rings<BITS, NH, 0>(a, *(FieldLevels<BITS, false>*)&levels, first, count);
-    } else {
-      RunLevels<BITS> levels;
-      levels.ahead = a.ahead;
-      levels.fitted = a.fitted;
-      levels.find(a, first, count);
-      add_rings<BITS, NH, 0>(a, levels, first, count);
-    }
-  }
+  with_levels<BITS>(a, [&](const auto& levels, int first, int count) __attribute__((always_inline)) {
+    add_rings<BITS, NH, 0>(a, levels, first, count);
+  });
 }
 
 #define BY_ROWS_OF(bits)                                                                             \

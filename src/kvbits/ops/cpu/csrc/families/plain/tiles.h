@@ -1,6 +1,8 @@
 // Blocks of raw rows, FP8 and integer codes as tiles of B: their scales, biases and means are part of the numbers.
 #pragma once
 #include "engine/tiles/state.h"
+// behind the width of vectors
+#include "numbers.h"
 
 namespace {
 
@@ -20,48 +22,6 @@ static int terms_of(const Tensor& t, int groups) {
 // Where the slices have a channel's step of token tile i.
 INLINE int64_t key_tile(int channel, int i, int d) {
   return i / 2 * slice_numbers(d) + (channel / TILE_DEPTH * 2 + i % 2) * TILE_NUMBERS;
-}
-
-// Codes of four neighbours in every word, whatever planes they lie in: `bits` at the bottom of each byte.
-struct CodeWords {
-  const uint8_t* plane[2];
-  int64_t ahead[2];
-  int shift[2], bits[2];
-};
-
-template <int FMT>
-INLINE vi code_words(const CodeWords& w, int64_t at0, int64_t at1) {
-  constexpr int high = plane_bits(FMT, 0), low = plane_bits(FMT, 1);
-  fetch(w.plane[0] + at0 + w.ahead[0]);
-  const vi x = shifted_down(load_int(w.plane[0] + at0), w.shift[0]);
-  if (low == 0) return x;
-  fetch(w.plane[1] + at1 + w.ahead[1]);
-  const vi y = shifted_down(load_int(w.plane[1] + at1), w.shift[1]);
-  return masked(x, (1 << high) - 1) << low | masked(y, (1 << low) - 1);
-}
-
-// Byte k of every word as a number: 256 more than the code of integers.
-template <int FMT>
-INLINE vf code_number(vi words, int k) {
-  if constexpr (is_int(FMT)) return above_256(words, 8 * k, code_bits(FMT));
-  else return fp8_lane<FMT>(words, k);
-}
-template <int FMT>
-constexpr float code_zero() {
-  return is_int(FMT) ? 256.0f + (float)(1 << (code_bits(FMT) - 1)) : 0.0f;
-}
-
-// Where a page has the words of the keys' channels from `channel` on, of its first tile.
-template <int FMT>
-INLINE CodeWords key_words(const Tensor& t, const PageView& at, int channel) {
-  CodeWords w = {};
-  for (int i = 0; i < num_planes(FMT); i++) {
-    const int bits = plane_bits(FMT, i), rb = t.row_bytes[i], field = channel / rb;
-    w.plane[i] = at.page + t.t->plane_offset[i] + channel % rb * TILE;
-    w.shift[i] = field * bits;
-    w.ahead[i] = field ? 0 : at.ahead;
-  }
-  return w;
 }
 
 // Keys of a block, to its slices. LEVELS: without their scales and means.
@@ -121,8 +81,6 @@ INLINE CodeWords value_words(const Tensor& t, const PageView& at, int page_size,
   return w;
 }
 
-// Token of byte k of a quad's words, of a block.
-INLINE int token_of(int quad, int k) { return quad / 2 * 8 + quad % 2 * 2 + (k & 1) + (k & 2) * 2; }
 // Where column tile j has the row of pairs of a token that is in the first half of its slice.
 INLINE int64_t value_row(int token, int j, int column_tiles) {
   return token / TILE_DEPTH * slice_numbers(column_tiles * TILE_COLUMNS) + j * TILE_NUMBERS +
