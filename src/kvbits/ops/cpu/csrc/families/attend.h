@@ -17,6 +17,7 @@ struct Scratch {
   Angles angles;
   BandPieces pieces;
   Chunk chunks[ITEM_ROWS / ROWS];
+  LevelBlock levels;
 };
 
 // The formats that each family's kernels read: one family a format. Codebooks have none.
@@ -31,7 +32,12 @@ static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   if (part.value.split) reorder_outputs(part, false);
   if (part.value.t->hadamard) turn_outputs(part);
   const Tensor& value = part.value;
-  PlainPart plain = {part, value.trellis ? trellis_values[value.t->bands[0] - 2] : plain_value_kernels(value)};
+  const int bits = value.trellis ? value.t->bands[0] : 0;
+  PlainPart plain = {part,
+                     part.levels ? level_values[bits - 2]
+                     : bits      ? trellis_values[bits - 2]
+                                 : plain_value_kernels(value),
+                     part.levels ? level_decoders[bits - 2] : nullptr};
   plain.begin();
   if (part.key.t->bands) {
     KltPart path = {part, plain, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
@@ -67,7 +73,8 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
       const Tensor key = describe(store.key, call.head_dim, hi - lo);
       const Tensor value = store.value.bands ? describe_trellis_values(store.value, value_head_dim, hi - lo)
                                              : describe(store.value, value_head_dim, hi - lo);
-      Part part = {call, pages, item->kv_head, chunks, key, as_values(value), w.chunks, w.block, false, false};
+      LevelBlock* levels = value.trellis && chunks > 1 ? &w.levels : nullptr;
+      Part part = {call, pages, item->kv_head, chunks, key, as_values(value), w.chunks, w.block, false, false, levels};
       attend_part(part, {begin + lo, begin + hi, after}, w);
     }
   }

@@ -22,6 +22,7 @@ struct Part {
   Block& block;
   bool value_bias;  // of the current page, per channel
   bool in_basis;    // keys' means are in a basis, as the queries in `folded` are
+  LevelBlock* levels;  // of the current block, where all chunks share them, or null
 };
 
 // Entries of the page table that an item reads of the part.

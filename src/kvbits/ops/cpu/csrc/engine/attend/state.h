@@ -65,6 +65,11 @@ struct Block {
   alignas(64) float v_channel[ROW_STRIDE], v_channel_bias[ROW_STRIDE];
 };
 
+// Levels of a block of trellis values that several chunks read: [vector of rings][quad of tokens][run].
+struct LevelBlock {
+  vi of[MAX_HEAD_DIM * BLOCK / (4 * VL)];
+};
+
 // One kernel for each number of rows, 1 .. ROWS. `there`: a compiler that checks for undefined behaviour does not
 // compare addresses of functions at compile time.
 template <class Kernel>
@@ -94,6 +99,7 @@ struct ValueArgs {
   int groups, group_channels;
   const float* channel_scale;  // null when scales are folded into p
   bool fitted;                 // levels of trellis codes
+  const LevelBlock* levels;    // of the block, where they are decoded already
   const Block* block;
   Chunk* chunk;
   int64_t ahead;

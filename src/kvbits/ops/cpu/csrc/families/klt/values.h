@@ -177,6 +177,31 @@ INLINE void with_levels(const ValueArgs& a, const Use& use) {
   }
 }
 
+// Levels of a vector of rings that are decoded already.
+struct DecodedLevels {
+  const vi* at;
+
+  MEMBER void load(int quad, vi (&level)[4]) const {
+#pragma GCC unroll 4
+    for (int run = 0; run < 4; run++) level[run] = at[4 * quad + run];
+  }
+};
+
+// Levels of a block, for all chunks of rows.
+template <int BITS>
+static void decode_levels(const ValueArgs& a, LevelBlock& to) {
+  with_levels<BITS>(a, [&](const auto& levels, int first, int) {
+    vi* at = to.of + first / RINGS * BLOCK;
+    for (int quad = 0; quad < round_up(a.tokens, 8) / 4; quad++) {
+      vi x[4];
+      levels.load(quad, x);
+      for (int run = 0; run < 4; run++) at[4 * quad + run] = x[run];
+    }
+  });
+}
+typedef void (*DecodeLevels)(const ValueArgs& a, LevelBlock& to);
+constexpr DecodeLevels level_decoders[3] = {decode_levels<2>, decode_levels<3>, decode_levels<4>};
+
 // The outputs gain runs FIRST, FIRST + STEP .. of a vector of rings.
 template <int BITS, int NH, int FIRST, int STEP, class Levels>
 INLINE void add_runs(const ValueArgs& a, const Levels& levels, int channel, int stride, int lanes) {
@@ -210,11 +235,22 @@ static void value_trellis(const ValueArgs& a) {
   });
 }
 
-#define BY_ROWS_OF(bits)                                                                             \
-  {{value_trellis<bits, 1>, value_trellis<bits, 2>, value_trellis<bits, 3>, value_trellis<bits, 4>,  \
-    value_trellis<bits, 5>, value_trellis<bits, 6>, value_trellis<bits, 7>, value_trellis<bits, 8>}, \
-   true}
-constexpr ByRows<void (*)(const ValueArgs&)> trellis_values[3] = {BY_ROWS_OF(2), BY_ROWS_OF(3), BY_ROWS_OF(4)};
+// The same where the block's levels are decoded already.
+template <int BITS, int NH>
+static void value_levels(const ValueArgs& a) {
+  const int rings = round_up(a.head_dim, RING) / RING;
+  for (int first = 0; first < rings; first += RINGS)
+    add_rings<BITS, NH, 0>(a, DecodedLevels{a.levels->of + first / RINGS * BLOCK}, first,
+                           rings - first < RINGS ? rings - first : RINGS);
+}
+
+#define BY_ROWS_OF(f, bits) \
+  {{f<bits, 1>, f<bits, 2>, f<bits, 3>, f<bits, 4>, f<bits, 5>, f<bits, 6>, f<bits, 7>, f<bits, 8>}, true}
+typedef ByRows<void (*)(const ValueArgs&)> LevelKernels;
+constexpr LevelKernels trellis_values[3] = {BY_ROWS_OF(value_trellis, 2), BY_ROWS_OF(value_trellis, 3),
+                                            BY_ROWS_OF(value_trellis, 4)};
+constexpr LevelKernels level_values[3] = {BY_ROWS_OF(value_levels, 2), BY_ROWS_OF(value_levels, 3),
+                                          BY_ROWS_OF(value_levels, 4)};
 #undef BY_ROWS_OF
 
 }  // namespace

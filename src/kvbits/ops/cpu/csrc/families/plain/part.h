@@ -73,6 +73,7 @@ static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int tok
   v.group_channels = value.group_channels;
   v.channel_scale = value.channel_scales ? p.block.v_channel : nullptr;
   v.fitted = value.t->fitted;
+  v.levels = p.levels;
   v.block = &p.block;
   v.chunk = &c;
   v.ahead = at.ahead;
@@ -87,6 +88,7 @@ static const ByRows<ValueKernel>& plain_value_kernels(const Tensor& value) {
 struct PlainPart {
   Part& part;
   const ByRows<ValueKernel>& value_kernels;
+  void (*decode)(const ValueArgs& a, LevelBlock& to);  // a block of values, where all chunks share their levels
   int64_t params = 0, params_bytes = 0;  // what of a page's scales is fetched early
 
   void begin() {
@@ -122,6 +124,7 @@ struct PlainPart {
     const int page_size = part.pages.store->page_size;
     if (part.key.token_scales) token_params(part.key, at.page, page_size, token, n, at.ahead, b.k_scale, b.k_bias);
     if (part.value.token_scales) token_params(part.value, at.page, page_size, token, n, at.ahead, b.v_scale, b.v_bias);
+    if (part.levels) decode(value_args(part, part.chunks[0], at, token, n), *part.levels);
   }
 
   void scores(Chunk& c, const PageView& at, int token, int n) { plain_scores(part, c, at, token, n); }
