@@ -23,7 +23,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import peers
 import study_tails as study
 
-NIGHT = pytest.mark.night
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 6
 
 
@@ -56,7 +55,8 @@ def alike(mine, other, rel=0.02):
     assert torch.corrcoef(torch.tensor([mine.kl, other.kl]))[0, 1] > 0.98
 
 
-@pytest.mark.parametrize("name", ["int8_centered", *(pytest.param(x, marks=NIGHT) for x in ("klt2", "kivi4", "klt4"))])
+@pytest.mark.night
+@pytest.mark.parametrize("name", ["int8_centered", "klt2", "kivi4", "klt4"])
 def test_presets_lose_what_they_lose_in_the_packed_cache(reading, texts, name):
     # the packed cache closes no page before one token more is there, and only whole ones
     model, scheme = reading.model, schemes.get(name)
@@ -72,9 +72,8 @@ def test_presets_lose_what_they_lose_in_the_packed_cache(reading, texts, name):
     alike(scored(reading, texts[3], paged), packed)
 
 
-@pytest.mark.parametrize(
-    "name", ["q4_0_rotated", *(pytest.param(x, marks=NIGHT) for x in ("q8_0_rotated", "int4_per_token_head"))]
-)
+@pytest.mark.night
+@pytest.mark.parametrize("name", ["q4_0_rotated", "q8_0_rotated", "int4_per_token_head"])
 def test_peers_without_a_tail_lose_what_they_lose_as_caches(reading, texts, name):
     model = reading.model
     cache = peers.peer_factory(name, model).make(1, None)

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 import transformers
+from nightly import at_night
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from kvbits import PrefixStore, schemes
@@ -64,7 +65,9 @@ def tiny(family: str, **changes) -> torch.nn.Module:
     return model
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3", "gemma3", *at_night("qwen2", "mistral_window", "phi3", "gemma2")]
+)
 def model(request):
     return tiny(request.param)
 

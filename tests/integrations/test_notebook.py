@@ -10,6 +10,7 @@ import tiny
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "kvbits.ipynb"
 
 
+@pytest.mark.night
 @pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="no nbclient (pip install '.[docs]')")
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     import nbclient
