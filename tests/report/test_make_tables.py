@@ -485,6 +485,6 @@ def test_one_command_writes_every_generated_part(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(committed(name), tmp_path / name)
     written = tables.write(tmp_path, BENCHMARKS)
-    assert len(written) == 12 and all(
+    assert len(written) == 13 and all(
         path.read_bytes() == committed(str(path.relative_to(tmp_path))).read_bytes() for path in written
     ), RUN
