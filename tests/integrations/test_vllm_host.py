@@ -9,6 +9,7 @@ import functools
 import pytest
 from integrations.inside_vllm import generate
 from integrations.judged import check, llama_for, random_ids, scheme_of
+from nightly import at_night
 
 from kvbits.errors import UnsupportedError
 from kvbits.integrations.vllm import releases
@@ -58,7 +59,7 @@ def test_kernels_give_the_tokens_of_transformers(model, engine, served, dtype):
     assert served["attend"] == served["store"] == served["attend_fresh"] == {"cpu"}
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma2", *at_night("gemma3")])
 def test_windows_and_soft_caps(model, engine, name):
     llm = engine(name, "kvbits_int8_centered", max_num_batched_tokens=96, enable_prefix_caching=False)
     for length in (90, 400):

@@ -196,22 +196,20 @@ def test_streams_end_as_they_would_alone_while_clients_go_away(served):
     assert server.stream(prompts[0], 16) == alone[0]
 
 
+@pytest.mark.night
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks are pinned to a core each")
 @pytest.mark.parametrize(
     "options",
     [
         ["--tensor-parallel-size", "2"],
         # which vLLM's worker for CPUs cannot without its warm-up, and that belongs to compilation
-        pytest.param(
-            [
-                "--pipeline-parallel-size",
-                "2",
-                "--no-enforce-eager",
-                "--compilation-config",
-                '{"mode": 3, "backend": "eager"}',
-            ],
-            marks=pytest.mark.night,
-        ),
+        [
+            "--pipeline-parallel-size",
+            "2",
+            "--no-enforce-eager",
+            "--compilation-config",
+            '{"mode": 3, "backend": "eager"}',
+        ],
     ],
     ids=["tensor", "pipeline"],
 )
