@@ -3,6 +3,8 @@ went in.
 """
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from kvbits.calibrate.target import as_stored
 from kvbits.errors import SpecError, UnsupportedError
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.huggingface import KVCache
-from kvbits.integrations.rotary import with_rotary
+from kvbits.integrations.rotary import layers_of, with_rotary
 from kvbits.quant.rotary import turn
 from kvbits.spec import CacheSpec, LayerGeometry, PerChannel, PerToken, QuantSpec, Rotary, Scheme
 
@@ -120,6 +122,17 @@ def test_models_without_a_rotary_embedding_are_refused(kind, message):
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedError, match=message):
         with_rotary(tuple(LayerGeometry(num_kv_heads=4, head_dim=16) for _ in range(2)), model)
+
+
+def test_a_configuration_that_was_refused_is_refused_again_and_not_kept():
+    config = transformers.AutoConfig.for_model("opt", **SMALL, ffn_dim=96)
+    for _ in range(3):
+        with pytest.raises(UnsupportedError, match="no rotary embedding"):
+            layers_of(config)
+    gone = weakref.ref(config)
+    del config
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_cache_without_rotary_geometry_is_refused():

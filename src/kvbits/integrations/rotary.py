@@ -139,10 +139,11 @@ def layers_of(config: Any) -> tuple[LayerGeometry, ...]:
         try:
             _layers[config] = _built(config)
         except UnsupportedError as error:
-            _layers[config] = error
-    found: tuple[LayerGeometry, ...] | UnsupportedError = _layers[config]
-    if isinstance(found, UnsupportedError):
-        raise found
+            _layers[config] = str(error)  # the error itself would keep the configuration alive, by its traceback
+            raise
+    found: tuple[LayerGeometry, ...] | str = _layers[config]
+    if isinstance(found, str):
+        raise UnsupportedError(found)
     return found
 
 

@@ -22,7 +22,8 @@ def option(default: Any, what: str, fits: Callable[[Any], bool] = lambda x: True
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """
+    """Options that both engines take.
+
     Attributes:
         raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more,
             whole pages. 0: no copies at all.

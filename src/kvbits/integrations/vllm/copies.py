@@ -116,12 +116,11 @@ def _least(count: int) -> int:
 def install() -> None:
     """Wrap vLLM's pool, scheduler and worker, once."""
     worker = "vllm.v1.worker.worker_base:WorkerWrapperBase"
-    handed_on = lambda wrapper: wrapper.worker.determine_available_memory()  # noqa: E731
     wrap = releases.CONTRACT.wrap
     wrap("vllm.v1.core.block_pool:BlockPool.get_new_blocks", _note)
     wrap("vllm.v1.core.sched.scheduler:Scheduler.schedule", _tell)
     wrap(f"{worker}.execute_model", _forget)
-    wrap(f"{worker}.determine_available_memory", _size, absent=handed_on)
+    wrap(f"{worker}.determine_available_memory", _size, absent=_ask_worker)
 
 
 def _note(get_new_blocks: Any, pool: Any, *args: Any, **options: Any) -> Any:
@@ -151,6 +150,11 @@ def _forget(execute_model: Any, wrapper: Any, scheduler_output: Any, *args: Any,
                 for state in pool.states:
                     state.forget([block * each + i for block in taken for i in range(each)])
     return execute_model(wrapper, scheduler_output, *args, **options)
+
+
+def _ask_worker(wrapper: Any) -> int:
+    """Do what vLLM's wrapper does for a method that it does not define."""
+    return int(wrapper.worker.determine_available_memory())
 
 
 def _size(determine_available_memory: Any, wrapper: Any) -> int:

@@ -76,7 +76,8 @@ def form_of(kv_cache_dtype: str, model_dtype: torch.dtype) -> Format:
     Raises:
         UnsupportedError: a dtype that is none of these.
     """
-    if (form := RAW if kv_cache_dtype in ("auto", RAW_DTYPES[model_dtype]) else FORMATS.get(kv_cache_dtype)) is None:
+    form = RAW if kv_cache_dtype in ("auto", RAW_DTYPES[model_dtype]) else FORMATS.get(kv_cache_dtype)
+    if form is None:
         raise UnsupportedError(
             f"kv_cache_dtype={kv_cache_dtype!r} is not a format of kvbits; known: auto, {', '.join(LISTED)}"
         )

@@ -19,7 +19,8 @@ from .formats import FORMATS, NAMES, SCHEME, SHOWN
 
 @dataclass(frozen=True, kw_only=True)
 class Options(engine.Options):
-    """
+    """Options that vLLM takes besides.
+
     Attributes:
         scheme: file that `--kv-cache-dtype kvbits_scheme` takes each layer's format from.
         observe: sum up queries and keys for a calibration (`observe`).

@@ -27,7 +27,7 @@ def install(platform: Any) -> None:
     """Wrap what a platform class of vLLM asks about backends, once."""
     for name, hook in (
         ("get_attn_backend_cls", _select),
-        ("update_block_size_for_backend", _refuse),
+        ("update_block_size_for_backend", _require_fit),
         ("_align_heterogeneous_kv_block_size", _align),
     ):
         releases.CONTRACT.wrap(f"vllm.platforms:current_platform.{name}", hook, platform)
@@ -77,7 +77,7 @@ def _select(
     )
 
 
-def _refuse(update_block_size_for_backend: Callable[..., None], platform: Any, vllm_config: Any) -> None:
+def _require_fit(update_block_size_for_backend: Callable[..., None], platform: Any, vllm_config: Any) -> None:
     if (
         vllm_config.model_config is not None
         and vllm_config.cache_config.cache_dtype in NAMES
