@@ -181,9 +181,9 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
         *serving(
             "step times and the largest batch",
             "",
-            {d: ("decode", *whole, "--max-batch", str(most)) for d, most in SERVED.items()},
-            90,
-            200,
+            {d: ("decode", "--prefill", *whole, "--max-batch", str(most)) for d, most in SERVED.items()},
+            170,
+            330,
         ),
         Part(
             "close",
@@ -263,7 +263,7 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
         *serving(
             "a step with vLLM's default compilation",
             "-compiled",
-            dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")),
+            dict.fromkeys(SERVED, ("decode", "--prefill", "--shapes", "48x8192", "--compile")),
             90,
             240,
         ),
@@ -340,7 +340,7 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
             60,
             150,
         ),
-        *serving("step times", "", dict.fromkeys(STOCK, ("decode", "--shapes", "48x8192", "48x512")), 75, 180),
+        *serving("step times", "", dict.fromkeys(STOCK, ("decode", "--prefill", "--shapes", "48x8192", "48x512")), 75, 180),
         *serving(
             "what a step's time goes to",
             "-profile",

@@ -207,12 +207,12 @@ def serving_sglang() -> str:
 
 def against_bf16(data: Row) -> dict[tuple[Any, ...], dict[str, Row]]:
     """Rows of one GPU by (mode, compiled, shape) and dtype, each with the `base` in bf16 of its own session: the newest
-    that has both.
+    that has both, of prompts that were prefilled or of pages that were filled with random bytes.
     """
     plain = [
         r
         for r in data["rows"]
-        if not r["options"]
+        if r["options"] in ({}, {"prefill": True})
         and r["gpus"] == 1
         and r["geometry"] == "llama-3.1-8b"
         and r["mode"] in ("decode", "prefill")
