@@ -325,8 +325,8 @@ def test_chunks_read_raw_copies_where_they_are(attend, sink):
         at = [torch.arange(a, b) for _, a, b in rows]
         slots = torch.cat([table[row, x // PAGE_SIZE] * PAGE_SIZE + x % PAGE_SIZE for row, x in enumerate(at)]).long()
         starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
-        step = plans.begin(0, torch.from_numpy(ends).int(), starts, table, slots, rings)
-        plans.prefill(step, lens, ends, table)
+        given = torch.from_numpy(ends).int(), starts, table, slots, rings
+        step = plans.plan(*given, np.stack([lens, ends]), num_decode_tokens=0)
         asked, keys, values = (torch.cat([x[row, a:b] for row, a, b in rows]) for x in (q, k, v))
         out = torch.full_like(asked, torch.nan)
         layer.run(step, asked, keys, values, out, pages)

@@ -69,7 +69,7 @@ class Prefill:
         query_lens, seq_lens: int64 [rows], on the host; a row's queries are its newest tokens.
         block_table: int32 [rows, pages] on the device.
         call: of the layers.
-        copies: of this step, or None.
+        copies: of this step; None where no layer has some.
 
     Attributes:
         num_tokens: of all rows.
@@ -93,7 +93,7 @@ class Prefill:
         layouts, tables = [], []
         formats = copies.formats[: len(call.rings)][::-1] if copies else ()
         if self.has_history:
-            layouts = _by_part(call.layouts[: 1 + len(formats)])
+            layouts = _by_part(call.layouts)
             tables = [history_of(seq_lens - query_lens, block_table, call.sliding_window)]
         self._histories, self._rows = None, []
         if call.attend is None:

@@ -158,18 +158,22 @@ class KVBitsBackend(AttentionBackend):
                 kept[: len(x)].copy_(x) for kept, x in ((self._table, table), (self._lens, lens), (self._slots, slots))
             )
             starts = self._starts[: rows + 1]
+            prompts = np.zeros((2, 0), np.int64)
         else:
             starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+            lengths = forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu
+            prompts = np.stack(lengths, dtype=np.int64)
             self._give_rings()
-        decoding = len(slots) if mode == self._mode else 0
-        self._step = self._steps.begin(decoding, lens, starts, table, slots, self._ring_of[requests])
-        if mode == self._mode:
-            self._steps.decode(self._step, self._num_queries, table, lens)
-        else:
-            query_lens, seq_lens = (
-                np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu)
-            )
-            self._steps.prefill(self._step, query_lens, seq_lens, table)
+        self._step = self._steps.plan(
+            lens,
+            starts,
+            table,
+            slots,
+            self._ring_of[requests],
+            prompts,
+            num_decode_tokens=0 if prompts.size else len(slots),
+            num_queries=self._num_queries,
+        )
 
     def _forget_loaded(self) -> None:
         """Drop copies that past owners of pages left, where HiCache loaded others' tokens since."""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, AttentionType
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -64,10 +64,6 @@ class KVBitsBackend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

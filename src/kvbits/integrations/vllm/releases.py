@@ -71,7 +71,6 @@ CONTRACT = Contract(
         ),
         overrides(f"{_attention}:AttentionBackend.get_supported_kernel_block_sizes", "kv_cache_spec"),
         overrides(f"{_attention}:AttentionBackend.customize_spec", "spec", ends="vllm#42449"),
-        overrides(f"{_attention}:AttentionBackend.supports_attn_type", "attn_type"),
         overrides(f"{_attention}:AttentionBackend.supports_dtype", "dtype"),
         overrides(
             f"{_attention}:AttentionBackend.supports_combination",

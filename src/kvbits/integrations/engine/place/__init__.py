@@ -140,7 +140,7 @@ class Places:
 
     Attributes:
         stamps: int32 [num_blocks]: the last step that stored to a block; `step` counts them.
-        previous, starts: int64 and int32 [tokens] as `ops.store` takes them, each None if nobody asks. Pages of a
+        previous, page_starts: int64 and int32 [tokens] as `ops.store` takes them, each None if nobody asks. Pages of a
             row lie at multiples of page_size.
         copies: or None.
     """
@@ -148,7 +148,7 @@ class Places:
     page_size: int
     stamps: torch.Tensor
     previous: torch.Tensor | None
-    starts: torch.Tensor | None
+    page_starts: torch.Tensor | None
     copies: Copies | None
     step: int = 0
 
@@ -166,10 +166,10 @@ class Places:
         previous: bool,
         copies: Copies | None,
         device: torch.device,
-        starts: bool = False,
+        page_starts: bool = False,
     ) -> Places:
         before = torch.full((tokens,), -1, dtype=torch.int64, device=device) if previous else None
-        first = torch.zeros(tokens, dtype=torch.int32, device=device) if starts else None
+        first = torch.zeros(tokens, dtype=torch.int32, device=device) if page_starts else None
         return cls(page_size, torch.zeros(num_blocks, dtype=torch.int32, device=device), before, first, copies)
 
 
@@ -186,23 +186,24 @@ def check(
     Raises:
         DataError: which one, and what it should be.
     """
-    rows = len(seq_lens)
-    given = {"seq_lens": (seq_lens, (rows,)), "starts": (starts, (rows + 1,)), "rings": (rings, (rows,))}
-    if places.copies and rings is None:
-        raise DataError(
-            f"rings must be dense int32 [{rows}] where pages are copied, got None; -1 is a row without copies"
-        )
-    for name, (x, shape) in given.items():
-        if x is not None and (x.dtype != torch.int32 or x.shape != shape or not x.is_contiguous()):
-            raise DataError(f"{name} must be dense int32 {list(shape)}, got {x.dtype} {list(x.shape)}")
-    if table.dtype != torch.int32 or table.dim() != 2 or len(table) < rows or table.stride(1) != 1:
+    rows, int32 = len(seq_lens), torch.int32
+    for name, x, dtype, count in (
+        ("seq_lens", seq_lens, int32, rows),
+        ("starts", starts, int32, rows + 1),
+        ("slots", slots, torch.int64, len(slots)),
+        ("rings (-1: a row without copies)", rings, int32, rows),
+    ):
+        if x is None and not places.copies:
+            continue
+        if x is None or x.dtype != dtype or x.shape != (count,) or not x.is_contiguous():
+            got = x if x is None else f"{x.dtype} {list(x.shape)}"
+            raise DataError(f"{name} must be dense {dtype} [{count}], got {got}")
+    if table.dtype != int32 or table.dim() != 2 or len(table) < rows or table.stride(1) != 1:
         raise DataError(
             f"the block table must be int32 [at least {rows}, pages] with dense rows, got {table.dtype}"
             f" {list(table.shape)}"
         )
-    if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
-        raise DataError(f"slots must be dense int64 [tokens], got {slots.dtype} {list(slots.shape)}")
-    rooms = [("previous", places.previous, slots), ("starts", places.starts, slots)]
+    rooms = [("previous", places.previous, slots), ("page_starts", places.page_starts, slots)]
     if c := places.copies:
         rooms += [("slots", c.formats[0].slots, slots), ("head", c.head, seq_lens)]
     for name, room, x in rooms:
@@ -240,8 +241,8 @@ def place(
     block, at, page, newest = slot // size, slot % size, position // size, (lens[row] - 1) // size
     stored = (slot >= 0) & (block < len(stamps)) & (position >= 0) & (page < blocks.shape[1])
     stamps[block[stored]] = places.step
-    if places.starts is not None:
-        places.starts.numpy()[:n] = page.clip(min=0) * size
+    if places.page_starts is not None:
+        places.page_starts.numpy()[:n] = page.clip(min=0) * size
     if places.previous is not None:
         opens = stored & (at == 0) & (page > 0)
         before = np.where(opens, blocks[row, (page - 1).clip(0, blocks.shape[1] - 1)], -1).astype(np.int64)
