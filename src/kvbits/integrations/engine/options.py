@@ -98,10 +98,9 @@ def checked(kind: type[Kind], given: Any, where: str, copied: int, plain: str = 
         value = getattr(found, f.name)
         if type(value) is not type(f.default) or not f.metadata["fits"](value):
             raise UnsupportedError(f"{f.name}={value!r} must be {f.metadata['what']}")
-    if found.raw_first and not found.raw_newest:
-        raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
-    if "copies_share" in given and not found.copies and (plain or "raw_newest" in given):
-        raise UnsupportedError(f"copies_share without raw_newest; pass raw_newest={PAGE_SIZE} too, or leave it away")
+    for name in ("raw_first", "copies_share"):
+        if given.get(name) and not found.copies and (plain or "raw_newest" in given):
+            raise UnsupportedError(f"{name} without raw_newest; pass raw_newest={PAGE_SIZE} too, or leave it away")
     if plain and (
         unread := [
             name

@@ -1,6 +1,6 @@
 """Copies of newest pages inside vLLM: how many requests have them, which, and which blocks have none.
 
-    determine_available_memory --> `sized`: rings of copies for a share of it, the rest is for pages
+    determine_available_memory --> `_size`: rings of copies for a share of it, the rest is for pages
     SchedulerOutput            --> requests that ended or were preempted give their rings back
     BlockPool.get_new_blocks   --> SchedulerOutput --> Copies.forget, before the step
 
@@ -72,11 +72,12 @@ class Pool:
             self.rings.end(requests)
 
 
-def sized(worker: Any, available: int) -> int:
-    """Decide how many requests have copies, and give what is left of `available` bytes for pages.
+def _size(determine_available_memory: Any, wrapper: Any) -> int:
+    """Decide how many requests have copies, and give what is left of the available bytes for pages.
 
     All ranks decide for the same number.
     """
+    worker, available = wrapper.worker, determine_available_memory(wrapper)
     config = worker.vllm_config
     if not has_copies(config):
         return available
@@ -105,11 +106,8 @@ def _least(count: int) -> int:
     """Return the least count of all ranks."""
     from vllm.distributed import get_world_group
 
-    group = get_world_group()
-    if group.world_size == 1:
-        return count
     least = torch.tensor(count, device="cpu")
-    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
     return int(least)
 
 
@@ -155,7 +153,3 @@ def _forget(execute_model: Any, wrapper: Any, scheduler_output: Any, *args: Any,
 def _ask_worker(wrapper: Any) -> int:
     """Do what vLLM's wrapper does for a method that it does not define."""
     return int(wrapper.worker.determine_available_memory())
-
-
-def _size(determine_available_memory: Any, wrapper: Any) -> int:
-    return sized(wrapper.worker, determine_available_memory(wrapper))

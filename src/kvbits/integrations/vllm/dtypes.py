@@ -13,7 +13,6 @@ from ...errors import GONE, UnsupportedError
 from ...model_ref import ModelRef
 from ..engine.automatic import beside_weights, choose
 from ..engine.calibrated import place
-from ..engine.served import COPIED
 from . import releases
 from .copies import has_copies
 from .formats import AUTO, NAMES, PAGE_SIZE, RAW_DTYPES
@@ -42,8 +41,8 @@ def _name(check_and_update_config: Callable[..., None], platform: Any, vllm_conf
     named = releases.takes_names()
     if why := misspelt(vllm_config.additional_config, not named or cache.cache_dtype in NAMES):
         raise UnsupportedError(why)
-    name = options_of(vllm_config, copied=COPIED).named  # no dtype is known yet
-    if name is not None:
+    if dtype := options_of(vllm_config).dtype:
+        name = f"kvbits_{dtype.removeprefix('kvbits_')}"
         if named:
             raise UnsupportedError(
                 f'additional_config["kvbits"] has the dtype {name}, which is for vLLM before 0.33; pass'
@@ -63,7 +62,7 @@ def _name(check_and_update_config: Callable[..., None], platform: Any, vllm_conf
         if why := releases.CONTRACT.refuses(*(feature for feature, needed in needs.items() if needed)):
             raise UnsupportedError(f"--kv-cache-dtype {cache.cache_dtype}: {why}")
     check_and_update_config(vllm_config)
-    if name is not None and not cache.user_specified_block_size:
+    if dtype and not cache.user_specified_block_size:
         cache.block_size = PAGE_SIZE  # a default of the platform, which asks no backend
 
 
