@@ -92,7 +92,7 @@ class Layer:
         if prefill:
             q, k = (query, key) if plain else (asked, stored)
             end = d + prefill.num_tokens
-            prefill.run(self.call, q[d:end], k[d:end], value[d:end], out[d:end], stores, self.sink)
+            prefill.run(q[d:end], k[d:end], value[d:end], out[d:end], stores, self.sink)
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, stores: list[PageStore], step: Step) -> None:
         slots, previous = step.slot_mapping, step.previous_page

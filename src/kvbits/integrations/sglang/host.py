@@ -35,9 +35,6 @@ class KVBitsHostPool(HostKVCache):
         ValueError: less host memory than that.
     """
 
-    page_num: int
-    kv_buffer: torch.Tensor
-
     def __init__(self, pool: KVBitsPool, ratio: float, size: int) -> None:
         self._rows = [pages.flatten(1) for pages in pool.pages]
         self.layer_num = self.target_layer_num = len(self._rows)

@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from ..engine.served import PAGE_SIZE
 from . import formats, releases
 
 
@@ -43,7 +44,7 @@ class KVBitsBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [formats.PAGE_SIZE]
+        return [PAGE_SIZE]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -89,11 +90,8 @@ class KVBitsBackend(AttentionBackend):
         device_capability: Any,
     ) -> str | None:
         """Return why a model cannot be served, or None."""
-        if block_size not in (None, formats.PAGE_SIZE):
-            return (
-                f"kvbits' pages hold {formats.PAGE_SIZE} tokens; leave --block-size away, or pass --block-size"
-                f" {formats.PAGE_SIZE}"
-            )
+        if block_size not in (None, PAGE_SIZE):
+            return f"kvbits' pages hold {PAGE_SIZE} tokens; leave --block-size away, or pass --block-size {PAGE_SIZE}"
         if kv_cache_dtype in formats.FORMATS and (why := formats.FORMATS[kv_cache_dtype].refuses(head_size, head_size)):
             return why
         if device_capability is None:  # a CPU, where the reference serves

@@ -20,8 +20,8 @@ from ...errors import UnsupportedError
 from ...later import upload
 from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.decode import Ragged
+from ..engine.served import PAGE_SIZE
 from ..engine.step import Step, Steps
-from .formats import PAGE_SIZE
 from .options import options_of
 
 

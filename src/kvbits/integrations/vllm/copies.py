@@ -21,9 +21,9 @@ import torch
 
 from ..engine.place import Copies
 from ..engine.rings import Rings, beside_copies
-from ..engine.served import copied_requests
+from ..engine.served import PAGE_SIZE, copied_requests
 from . import releases
-from .formats import NAMES, PAGE_SIZE
+from .formats import NAMES
 from .options import options_of
 
 logger = logging.getLogger("vllm.kvbits.copies")
@@ -65,11 +65,6 @@ class Pool:
         rows = self._rows[: m.num_reqs]  # those after them are padding
         found[: len(rows)] = self.rings.of(rows, known)
         return found
-
-    def end(self, requests: set[str]) -> None:
-        """Take these requests' rings back."""
-        if self.rings:
-            self.rings.end(requests)
 
 
 def _size(determine_available_memory: Any, wrapper: Any) -> int:
@@ -141,7 +136,7 @@ def _tell(schedule: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
 def _forget(execute_model: Any, wrapper: Any, scheduler_output: Any, *args: Any, **options: Any) -> Any:
     pool = getattr(wrapper.worker, "kvbits_copies", None)
     if pool is not None:
-        pool.end(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
+        pool.rings.end(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
         if taken := getattr(scheduler_output, "kvbits_taken", None):
             each = wrapper.vllm_config.cache_config.block_size // PAGE_SIZE  # pages of a block: several in hybrids
             with torch.inference_mode():

@@ -13,9 +13,10 @@ from ...errors import GONE, UnsupportedError
 from ...model_ref import ModelRef
 from ..engine.automatic import beside_weights, choose
 from ..engine.calibrated import place
+from ..engine.served import PAGE_SIZE
 from . import releases
 from .copies import has_copies
-from .formats import AUTO, NAMES, PAGE_SIZE, RAW_DTYPES
+from .formats import AUTO, NAMES, RAW_DTYPES
 from .options import misspelt, options_of
 
 logger = logging.getLogger("vllm.kvbits")
@@ -70,11 +71,9 @@ def _chosen(platform: Any, vllm_config: Any) -> str:
     """Return the format that this engine's context and number of requests need, said in the log.
 
     Raises:
-        UnsupportedError: no model, no format, or nobody says how much memory there is.
+        UnsupportedError: no format, or nobody says how much memory there is.
     """
     cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
-    if model is None:
-        raise UnsupportedError(f"--kv-cache-dtype {AUTO} needs a model; name a format")
     ref = ModelRef(place(model.model, model.revision, ["*.json"]), model.hf_text_config)
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     memory = cache.kv_cache_memory_bytes

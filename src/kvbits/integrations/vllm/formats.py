@@ -16,9 +16,7 @@ from ...ops import dispatch
 from ...spec import PageLayout
 from ..engine.automatic import AUTO
 from ..engine.call import RAW_DTYPES
-from ..engine.served import FORMATS, LISTED, PAGE_SIZE, RAW, SCHEME, Format
-
-__all__ = ["AUTO", "FORMATS", "NAMES", "PAGE_SIZE", "RAW", "RAW_DTYPES", "SCHEME", "SHOWN", "Format"]
+from ..engine.served import FORMATS, LISTED, RAW, SCHEME, Format
 
 TAGS = {
     "kvbits_int8": torch.int8,

@@ -43,8 +43,7 @@ class Worker:
     def kvbits_forget(self) -> None:
         """Drop what warming up has shown."""
         for impl in self._observing().values():
-            fresh = moments(self.vllm_config, impl.index, impl.num_kv_heads)
-            impl.moments.load(fresh.state())
+            impl.moments = moments(self.vllm_config, impl.index, impl.num_kv_heads)
 
     def kvbits_write(self, folder: str) -> None:
         """Write the sums of this rank's layers."""

@@ -67,10 +67,10 @@ def options_of(vllm_config: Any) -> Options:
     given = vllm_config.additional_config
     given = given.get(KEY, {}) if isinstance(given, dict) else {}
     dtype = vllm_config.cache_config.cache_dtype
-    drafts = getattr(getattr(vllm_config, "speculative_config", None), "kv_cache_dtype", None)
+    drafts = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
     copied = _copied(dtype, given.get("scheme") if isinstance(given, dict) else None)
     # Drafts have the target's options, and for a moment its configuration under their own dtype.
-    alone = drafts is None and getattr(getattr(vllm_config, "model_config", None), "runner_type", None) != "draft"
+    alone = drafts is None and getattr(vllm_config.model_config, "runner_type", None) != "draft"
     found = engine.checked(
         Options,
         given,

@@ -12,7 +12,8 @@ from ... import schemes
 from ...errors import SpecError, UnsupportedError
 from ...geometry import layer_geometries, layer_places, stored_at
 from ...spec import LayerGeometry, Scheme
-from .formats import PAGE_SIZE, SCHEME, Format, tag_for
+from ..engine.served import PAGE_SIZE
+from .formats import SCHEME, Format, tag_for
 from .options import options_of
 
 logger = logging.getLogger(__name__)

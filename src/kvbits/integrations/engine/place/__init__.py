@@ -152,10 +152,6 @@ class Places:
     copies: Copies | None
     step: int = 0
 
-    def advance(self) -> None:
-        """Count a step. Stamps have 31 bits, after which numbers start again at 1."""
-        self.step = self.step % (2**31 - 1) + 1
-
     @classmethod
     def empty(
         cls,
@@ -173,7 +169,7 @@ class Places:
         return cls(page_size, torch.zeros(num_blocks, dtype=torch.int32, device=device), before, first, copies)
 
 
-def check(
+def begin(
     places: Places,
     seq_lens: torch.Tensor,
     starts: torch.Tensor,
@@ -181,11 +177,13 @@ def check(
     slots: torch.Tensor,
     rings: torch.Tensor | None,
 ) -> None:
-    """Refuse arguments of `place` that do not fit.
+    """Count a step, and refuse arguments of `place` that do not fit. Stamps have 31 bits, after which numbers start
+    again at 1.
 
     Raises:
         DataError: which one, and what it should be.
     """
+    places.step = places.step % (2**31 - 1) + 1
     rows, int32 = len(seq_lens), torch.int32
     for name, x, dtype, count in (
         ("seq_lens", seq_lens, int32, rows),
@@ -231,8 +229,7 @@ def place(
         rings: int32 [rows], each number once: the ring of copies that a row's request owns and writes over; -1, or past
             those that `holds` has room for: none. None where no page is copied.
     """
-    check(places, seq_lens, starts, table, slots, rings)
-    places.advance()
+    begin(places, seq_lens, starts, table, slots, rings)
     n, rows, size = len(slots), len(seq_lens), places.page_size
     lens, begins, blocks, slot, stamps = (x.numpy() for x in (seq_lens, starts, table, slots, places.stamps))
     token = np.arange(n)

@@ -12,7 +12,7 @@ import torch
 from ....errors import UnsupportedError
 from ....ops.cuda.engine.runtime import driver
 from ....ops.cuda.engine.runtime.compile import Source
-from . import MOST_FORMATS, Places, check
+from . import MOST_FORMATS, Places, begin
 
 THREADS = 512
 
@@ -84,8 +84,7 @@ def place(
     rings: torch.Tensor | None = None,
 ) -> None:
     """Launch the kernel that fills `places`, without waiting."""
-    check(places, seq_lens, starts, table, slots, rings)
-    places.advance()
+    begin(places, seq_lens, starts, table, slots, rings)
     given = {"seq_lens": seq_lens, "starts": starts, "table": table, "slots": slots, "rings": rings}
     args = _Args(
         **_pointers(given | vars(places)),
