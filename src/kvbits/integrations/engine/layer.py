@@ -31,8 +31,8 @@ class Layer:
     call: Call
     device: torch.device
     copies: tuple[torch.Tensor, ...] = ()
-    static: tuple[dict[str, torch.Tensor], ...] = field(default=(), init=False)
-    order: torch.Tensor | None = field(default=None, init=False)
+    static: tuple[dict[str, torch.Tensor], ...] = field(init=False)
+    order: torch.Tensor | None = field(init=False)
     turn: torch.Tensor | None = None
     sink: Sink = None
 

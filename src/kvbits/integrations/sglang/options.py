@@ -13,11 +13,11 @@ from typing import Any
 
 from ... import planner, schemes
 from ...errors import UnsupportedError
-from ...geometry import has_key_bias, layer_geometries, load_config, only_dense
+from ...geometry import has_key_bias, layer_geometries, only_dense
 from ...model_ref import ModelRef
 from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.automatic import AUTO, beside_weights, choose
-from ..engine.calibrated import Model, place, read
+from ..engine.calibrated import Model, model_at, read
 from ..engine.call import RAW_DTYPES
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
@@ -172,17 +172,18 @@ def calibration_of(form: Format, server_args: Any) -> Model:
         CalibrationError, FileFormatError: as `engine.calibrated.read`.
     """
     options = options_of(form)
-    name = place(server_args.model_path, server_args.revision, ["*.json"] if options.calibration else None)
-    config = load_config(name)  # SGLang writes into its own, and a calibration is known by what Transformers has
-    scheme = schemes.for_layers(form.scheme.name, layer_geometries(config))
+    model = model_of(server_args, "*.json" if options.calibration else None)
+    scheme = schemes.for_layers(form.scheme.name, model.layers)
     way_out = """; or say KVBITS_SGLANG='{"calibration": "FILE.safetensors"}'"""
-    return read(options, lambda: name, config, scheme, device=server_args.device, way_out=way_out)
+    given = {"make": options.calibrate, "device": server_args.device, "way_out": way_out}
+    return read(model, scheme, options.calibration, **given)
 
 
-def model_of(server_args: Any) -> ModelRef:
-    """Return the served model, with the configuration that Transformers has: SGLang writes into its own."""
-    name = place(server_args.model_path, server_args.revision, ["*.json"])
-    return ModelRef(name, load_config(name))
+def model_of(server_args: Any, pattern: str | None = "*.json") -> ModelRef:
+    """Return the served model, with the configuration that Transformers has: SGLang writes into its own, and a
+    calibration is known by it.
+    """
+    return model_at(server_args.model_path, server_args.revision, pattern)
 
 
 def refuses(form: Format, options: Any) -> str | None:

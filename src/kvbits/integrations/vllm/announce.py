@@ -13,9 +13,8 @@ from typing import Any
 from ... import planner, schemes
 from ...errors import KvbitsError
 from ...geometry import layer_geometries, stored_at
-from ...model_ref import ModelRef
 from ..engine.announce import Announcement
-from ..engine.calibrated import place
+from ..engine.calibrated import model_at
 from ..engine.served import raw_of
 from . import releases
 from .formats import NAMES, RAW_DTYPES, SCHEME, SHOWN
@@ -74,7 +73,7 @@ def announcement(vllm_config: Any) -> Announcement | None:
         return None
     return Announcement(
         name=cache.cache_dtype,
-        model=ModelRef(place(model.model, model.revision, ["config.json"]), model.hf_text_config),
+        model=model_at(model.model, model.revision, "config.json", model.hf_text_config),
         options=options,
         bits=bits,
         tokens=cache.kv_cache_size_tokens,

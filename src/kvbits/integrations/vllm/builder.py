@@ -28,14 +28,14 @@ from .options import options_of
 class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
     """Owns the decode plans of a KV-cache group, of fixed size."""
 
-    reorder_batch_threshold: int | None
+    reorder_batch_threshold: int
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        threshold = self.reorder_batch_threshold or 1
+        threshold = self.reorder_batch_threshold
         if threshold > MAX_QUERIES:
             self.reorder_batch_threshold = threshold = 1
         if vllm_config.parallel_config.use_ubatching:
@@ -87,7 +87,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
         m = common_attn_metadata
         if m.causal is not True:
             raise UnsupportedError("kvbits' attention is causal; this model asks for attention in both directions")
-        threshold = self.reorder_batch_threshold or 1
+        threshold = self.reorder_batch_threshold
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
         num_queries = num_decode_tokens // num_decodes if num_decodes else 1
         lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
@@ -128,19 +128,18 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
         return torch.stack([x.long() for x in lens]).numpy()
 
     def _ragged(self, m: CommonAttentionMetadata, rows: int, tokens: int, num_queries: int) -> Ragged:
-        starts, places = m.query_start_loc[: rows + 1].long(), torch.arange(num_queries, device=self.device)
+        starts, places = m.query_start_loc[: rows + 1], torch.arange(num_queries, device=self.device)
         token_of = (starts[:-1, None] + places).clamp_(max=tokens - 1).view(-1)
-        row = self._row_of_each(m, rows, tokens)
-        return Ragged(
-            starts.diff().int(), token_of, row * num_queries + torch.arange(tokens, device=self.device) - starts[row]
-        )
+        row, place = self._places(m, rows, tokens)
+        return Ragged(starts.diff(), token_of, row * num_queries + place)
 
     def _positions(self, m: CommonAttentionMetadata) -> torch.Tensor:
         """Return int64 [tokens]."""
-        starts, row = m.query_start_loc[: m.num_reqs + 1].long(), self._row_of_each(m, m.num_reqs, m.num_actual_tokens)
-        return torch.arange(m.num_actual_tokens, device=self.device) + (m.seq_lens[: m.num_reqs] - starts[1:])[row]
+        row, place = self._places(m, m.num_reqs, m.num_actual_tokens)
+        return place + (m.seq_lens[: m.num_reqs] - m.query_start_loc[: m.num_reqs + 1].diff())[row]
 
-    def _row_of_each(self, m: CommonAttentionMetadata, rows: int, tokens: int) -> torch.Tensor:
-        """Return int64 [tokens]: the row of each token; the last one's for padding."""
-        each = torch.arange(tokens, device=self.device, dtype=torch.int32)
-        return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
+    def _places(self, m: CommonAttentionMetadata, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int64 [tokens] each: the row of each token, the last one's for padding, and its place in the row."""
+        starts, each = m.query_start_loc[: rows + 1].long(), torch.arange(tokens, device=self.device)
+        row = torch.searchsorted(starts[1:], each, right=True).clamp_(max=rows - 1)
+        return row, each - starts[row]

@@ -10,9 +10,8 @@ from typing import Any
 
 from ... import planner
 from ...errors import GONE, UnsupportedError
-from ...model_ref import ModelRef
 from ..engine.automatic import beside_weights, choose
-from ..engine.calibrated import place
+from ..engine.calibrated import model_at
 from ..engine.served import PAGE_SIZE
 from . import releases
 from .copies import has_copies
@@ -74,7 +73,7 @@ def _chosen(platform: Any, vllm_config: Any) -> str:
         UnsupportedError: no format, or nobody says how much memory there is.
     """
     cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
-    ref = ModelRef(place(model.model, model.revision, ["*.json"]), model.hf_text_config)
+    ref = model_at(model.model, model.revision, "*.json", model.hf_text_config)
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     memory = cache.kv_cache_memory_bytes
     if memory is None:

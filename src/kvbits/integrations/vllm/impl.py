@@ -70,12 +70,7 @@ class KVBitsImpl(AttentionImpl):
         self.lends = False  # whether others read this layer's pages
         # then keys and values of the last step, if it had prompts
         self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None
-        kind = current_platform.device_type
-        self._device = (
-            torch.device("cpu")
-            if current_platform.is_cpu()
-            else torch.device(kind, torch.accelerator.current_device_index())
-        )
+        self._device = torch.empty(0, device=current_platform.device_type).device  # with its number
         self._config, self._dtype = config, torch.get_default_dtype()
         self._factors = float(scale), sliding_window, logits_soft_cap or None
         self._logits = sinks  # learned, [Hq] of this rank, loaded later

@@ -121,7 +121,6 @@ CONTRACT = Contract(
         calls("vllm.model_executor.models.utils:extract_layer_index", "layer_name"),
         calls("vllm.distributed:get_tensor_model_parallel_rank"),
         calls("vllm.distributed:get_tensor_model_parallel_world_size"),
-        calls("vllm.distributed:get_pp_group"),
         calls("vllm.distributed:get_world_group"),
         calls(
             "vllm.v1.attention.backends.fa_utils:get_flash_attn_version",
