@@ -131,14 +131,13 @@ class Prefill:
         for tokens, positions, past in self._rows:
             mine, keys, values, into = (x[None, tokens] for x in (q, k, v, out))
             fresh = chunk_attention.choose(mine, values, call.softcap)
-            own = fresh.run(mine, keys, values, positions, call.scaling, call.sliding_window, call.softcap)
-            found = [own, *others]
+            found = [fresh.run(mine, keys, values, positions, call.scaling, call.sliding_window, call.softcap), *others]
             if past is not None:
                 past.bind(0, stores)
                 result, lse = torch.empty_like(into, dtype=past.result_dtype), torch.empty(mine.shape[:3])
                 found.append((past.run(mine, 0, out=result, lse=lse), lse))
             if len(found) == 1:
-                into.copy_(own[0])
+                into.copy_(found[0][0])
             else:
                 merge(found, into=into)
 

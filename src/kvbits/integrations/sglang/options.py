@@ -19,7 +19,7 @@ from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.automatic import AUTO, beside_weights, choose
 from ..engine.calibrated import Model, model_at, read
 from ..engine.call import RAW_DTYPES
-from ..engine.options import Options, checked
+from ..engine.options import Options
 from ..engine.served import FORMATS, PAGE_SIZE, Format
 from . import releases
 
@@ -162,7 +162,7 @@ def options_of(form: Format) -> Options:
         given = json.loads(text)
     except ValueError:
         given = text
-    return checked(Options, given, "KVBITS_SGLANG", form.raw_newest, "" if form.calibrated else form.name)
+    return Options.checked(given, "KVBITS_SGLANG", form.raw_newest, "" if form.calibrated else form.name)
 
 
 def calibration_of(form: Format, server_args: Any) -> Model:
@@ -175,8 +175,8 @@ def calibration_of(form: Format, server_args: Any) -> Model:
     model = model_of(server_args, "*.json" if options.calibration else None)
     scheme = schemes.for_layers(form.scheme.name, model.layers)
     way_out = """; or say KVBITS_SGLANG='{"calibration": "FILE.safetensors"}'"""
-    given = {"make": options.calibrate, "device": server_args.device, "way_out": way_out}
-    return read(model, scheme, options.calibration, **given)
+    file, make = options.calibration, options.calibrate
+    return read(model, scheme, file, make=make, device=server_args.device, way_out=way_out)
 
 
 def model_of(server_args: Any, pattern: str | None = "*.json") -> ModelRef:

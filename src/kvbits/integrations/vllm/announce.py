@@ -67,7 +67,7 @@ def announcement(vllm_config: Any) -> Announcement | None:
         return None
     options = options_of(vllm_config)
     try:
-        bits = _bits(vllm_config)
+        bits = _bits(vllm_config, options.scheme)
     except KvbitsError as e:
         logger.warning("%s is neither described here nor among the metrics: %s", cache.cache_dtype, e)
         return None
@@ -82,13 +82,13 @@ def announcement(vllm_config: Any) -> Announcement | None:
     )
 
 
-def _bits(vllm_config: Any) -> float:
+def _bits(vllm_config: Any, path: str) -> float:
     """Return bits of a number in the layers that have keys and values, raw ones included.
 
     Raises:
         UnsupportedError: layers that kvbits does not know.
     """
-    model, cache, path = vllm_config.model_config, vllm_config.cache_config, options_of(vllm_config).scheme
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     layers, skipped = layer_geometries(model.hf_text_config), {*map(str, cache.kv_cache_dtype_skip_layers)}
     scheme = schemes.for_layers(schemes.read(path), layers) if cache.cache_dtype == SCHEME else cache.cache_dtype
     pages = planner.vllm_layouts(scheme, layers, RAW_DTYPES[model.dtype])

@@ -71,12 +71,6 @@ class KVBitsBackend(AttentionBackend):
         return False  # prefill passes are laid out on the host
 
     @classmethod
-    def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        from vllm.platforms import current_platform
-
-        return dtype in (torch.float16, torch.bfloat16) or (dtype == torch.float32 and current_platform.is_cpu())
-
-    @classmethod
     def supports_combination(
         cls,
         head_size: int,
@@ -98,6 +92,8 @@ class KVBitsBackend(AttentionBackend):
             return None
         if device_capability < (8, 0):
             return "kvbits' kernels need compute capability 8.0"
+        if dtype == torch.float32:
+            return "kvbits' kernels attend in float16 and bfloat16; pass --dtype bfloat16"
         return formats.refuses_pages(kv_cache_dtype, head_size, formats.RAW_DTYPES[dtype])
 
 

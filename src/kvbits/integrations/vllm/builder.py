@@ -52,7 +52,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
                     f" {impl.kv_cache_dtype} needs {impl.call.layout.head_bytes // PAGE_SIZE}; this is a bug of the"
                     " kvbits plugin"
                 )
-            impl.take_copies()
+            if impl.ring_bytes:
+                impl.stored.take_copies(impl.pool.count)
         calls = [impl.call for impl in impls]
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))

@@ -53,18 +53,16 @@ class Pool:
         The V2 runner gives numbers of requests; in the V1 runner rows are those of its batch. Passes of a draft model
         give neither, and have the rows of the model's.
         """
-        found = np.full(m.num_reqs, -1, np.int32)
         if self.rings is None:
-            return found
+            return np.full(m.num_reqs, -1, np.int32)
         known = None
         if m.req_idx is not None:
             states = self._runner.req_states
             self._rows, known = [states.index_to_req_id.get(i) for i in m.req_idx.tolist()], states.req_id_to_index
         elif hasattr(self._runner, "input_batch"):
             self._rows, known = list(self._runner.input_batch.req_ids), self._runner.requests
-        rows = self._rows[: m.num_reqs]  # those after them are padding
-        found[: len(rows)] = self.rings.of(rows, known)
-        return found
+        rows = [*self._rows, *[None] * m.num_reqs]  # those after them are padding
+        return self.rings.of(rows[: m.num_reqs], known)
 
 
 def _size(determine_available_memory: Any, wrapper: Any) -> int:
@@ -81,10 +79,8 @@ def _size(determine_available_memory: Any, wrapper: Any) -> int:
     for impl in impls:
         impl.settle()
     of_request = sum(impl.ring_bytes for impl in impls)
-    count = most = config.scheduler_config.max_num_seqs
-    if of_request:
-        count = copied_requests(available, of_request, most, options_of(config).copies_share)
-    count = _least(count)
+    most, share = config.scheduler_config.max_num_seqs, options_of(config).copies_share
+    count = _least(copied_requests(available, of_request, most, share) if of_request else most)
     worker.kvbits_copies = pool = Pool(worker.model_runner, Rings(count, logger))
     for impl in impls:
         impl.pool = pool
@@ -93,8 +89,7 @@ def _size(determine_available_memory: Any, wrapper: Any) -> int:
 
 def has_copies(vllm_config: Any) -> bool:
     """Return whether an engine has layers with copies, or drafts that may have some."""
-    drafts = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
-    return options_of(vllm_config).copies or drafts in NAMES
+    return options_of(vllm_config).copies or getattr(vllm_config.speculative_config, "kv_cache_dtype", None) in NAMES
 
 
 def _least(count: int) -> int:

@@ -36,9 +36,7 @@ def install(platform: Any) -> None:
 
 
 def _name(check_and_update_config: Callable[..., None], platform: Any, vllm_config: Any) -> None:
-    if (cache := vllm_config.cache_config) is None:
-        return check_and_update_config(vllm_config)
-    named = releases.takes_names()
+    cache, named = vllm_config.cache_config, releases.takes_names()
     if why := misspelt(vllm_config.additional_config, not named or cache.cache_dtype in NAMES):
         raise UnsupportedError(why)
     if dtype := options_of(vllm_config).dtype:

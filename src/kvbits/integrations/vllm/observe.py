@@ -71,11 +71,10 @@ def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, A
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM, SamplingParams
 
-    longest = max(len(p) for p in prompts)
     given = {
         "enforce_eager": True,
         "block_size": 64,
-        "max_model_len": longest + 1,
+        "max_model_len": max(map(len, prompts)) + 1,
         "max_num_seqs": 8,
         "gpu_memory_utilization": 0.9,
     } | options

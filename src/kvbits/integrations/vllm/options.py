@@ -71,8 +71,7 @@ def options_of(vllm_config: Any) -> Options:
     copied = _copied(dtype, given.get("scheme") if isinstance(given, dict) else None)
     # Drafts have the target's options, and for a moment its configuration under their own dtype.
     alone = drafts is None and getattr(vllm_config.model_config, "runner_type", None) != "draft"
-    found = engine.checked(
-        Options,
+    found = Options.checked(
         given,
         'additional_config["kvbits"]',
         copied,

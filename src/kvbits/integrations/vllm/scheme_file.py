@@ -61,11 +61,7 @@ def _layer_formats(path: str, layers: tuple[LayerGeometry, ...]) -> tuple[Format
             scheme.num_sink_tokens,
             scheme.residual_length,
         )
-    found = [_format(path, i, scheme, layer, len(layers)) for i, layer in enumerate(layers)]
-    for form in found:
-        if form:
-            tag_for(form)
-    return tuple(found)
+    return tuple(_format(path, i, scheme, layer, len(layers)) for i, layer in enumerate(layers))
 
 
 def _format(path: str, layer: int, of: Scheme, geometry: LayerGeometry, count: int) -> Format | None:
@@ -104,4 +100,5 @@ def _format(path: str, layer: int, of: Scheme, geometry: LayerGeometry, count: i
         why = str(e)
     if why:
         raise UnsupportedError(f"{where}: {why}")
+    tag_for(form)
     return form

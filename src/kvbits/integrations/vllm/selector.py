@@ -78,11 +78,7 @@ def _select(
 
 
 def _require_fit(update_block_size_for_backend: Callable[..., None], platform: Any, vllm_config: Any) -> None:
-    if (
-        vllm_config.model_config is not None
-        and vllm_config.cache_config.cache_dtype in NAMES
-        and (why := _refuses(vllm_config))
-    ):
+    if vllm_config.cache_config.cache_dtype in NAMES and (why := _refuses(vllm_config)):
         raise UnsupportedError(f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}: {why}")
     update_block_size_for_backend(vllm_config)
 

@@ -248,36 +248,21 @@ def place(
         # page takes its own.
         foreign = inside & (token == begins[row]) & (stamps[np.where(inside, before, 0)] == places.step)
         places.previous.numpy()[:n] = np.where(foreign, -1, before)
-    if places.copies:
-        assert rings is not None  # checked
-        for f in places.copies.formats:
-            _copy(f, size, rings.numpy()[row], block, at, page, newest, stored)
-        _read(places.copies, size, lens, blocks)
-
-
-def _copy(
-    c: Copied,
-    size: int,
-    ring: np.ndarray,
-    block: np.ndarray,
-    at: np.ndarray,
-    page: np.ndarray,
-    newest: np.ndarray,
-    stored: np.ndarray,
-) -> None:
-    """Fill in which tokens [n] are kept in a format, and where."""
-    where, holds = c.where.numpy(), c.holds.numpy()
-    stored = stored & (block > 0)
-    is_first = c.first & (page == 0)
-    kept = stored & (is_first | (page > newest - c.newest))
-    copy = ring * c.pages + np.where(is_first, c.newest, page % c.newest)
-    kept &= (ring >= 0) & (copy < len(holds))
-    where[block[stored & ~kept]] = -1
-    opened = kept & (at == 0)
-    holds[copy[opened]] = block[opened]
-    where[block[opened]] = copy[opened]
-    copy = c.of_blocks(torch.from_numpy(np.where(kept, block, 0))).numpy()
-    c.slots.numpy()[: len(ring)] = np.where(copy >= 0, copy * size + at, -1)
+    if places.copies is None or rings is None:
+        return
+    ring, stored = rings.numpy()[row], stored & (block > 0)
+    for c in places.copies.formats:  # which tokens are kept in a format, and where
+        where, holds = c.where.numpy(), c.holds.numpy()
+        is_first = c.first & (page == 0)
+        copy = ring * c.pages + np.where(is_first, c.newest, page % c.newest)
+        kept = stored & c.wanted(page, newest) & (ring >= 0) & (copy < len(holds))
+        where[block[stored & ~kept]] = -1
+        opened = kept & (at == 0)
+        holds[copy[opened]] = block[opened]
+        where[block[opened]] = copy[opened]
+        copy = c.of_blocks(torch.from_numpy(np.where(kept, block, 0))).numpy()
+        c.slots.numpy()[:n] = np.where(copy >= 0, copy * size + at, -1)
+    _read(places.copies, size, lens, blocks)
 
 
 def _read(c: Copies, size: int, lens: np.ndarray, blocks: np.ndarray) -> None:
