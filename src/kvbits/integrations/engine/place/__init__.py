@@ -183,7 +183,6 @@ def begin(
     Raises:
         DataError: which one, and what it should be.
     """
-    places.step = places.step % (2**31 - 1) + 1
     rows, int32 = len(seq_lens), torch.int32
     for name, x, dtype, count in (
         ("seq_lens", seq_lens, int32, rows),
@@ -207,6 +206,7 @@ def begin(
     for name, room, x in rooms:
         if room is not None and len(room) < len(x):
             raise DataError(f"{name} has room for {len(room)}, the step has {len(x)}")
+    places.step = places.step % (2**31 - 1) + 1
 
 
 def place(
