@@ -125,11 +125,9 @@ class Engine:
         starts = torch.tensor([0, *np.cumsum(counts)]).int()
         given = [torch.from_numpy(lens).int(), starts, table, torch.tensor(slots), torch.from_numpy(self.ring(rows))]
         seq_lens, starts, table, slots, rings = (x.to(self.device) for x in given)
-        step = self.steps.begin(decoding * self.num_queries, seq_lens, starts, table, slots, rings)
-        if decoding:
-            self.steps.decode(step, self.num_queries, table[:decoding], seq_lens[:decoding])
-        if decoding < len(rows):
-            self.steps.prefill(step, counts[decoding:], lens[decoding:], table[decoding:])
+        tokens = {"num_decode_tokens": decoding * self.num_queries, "num_queries": self.num_queries}
+        prompts = np.stack([counts, lens])[:, decoding:]
+        step = self.steps.plan(seq_lens, starts, table, slots, rings, prompts, **tokens)
         q, k, v = (
             torch.cat([getattr(r, name)[s] for (r, _), s in zip(rows, now, strict=True)])
             for name in ("query", "key", "value")

@@ -51,7 +51,7 @@ def empty(device, newest=(2,), first=True, copies=True, count=RINGS):
     return Places.empty(
         SIZE,
         previous=True,
-        starts=True,
+        page_starts=True,
         copies=Copies.empty(rings, count=count, rows=REQUESTS, **sizes) if copies else None,
         **sizes,
     )
@@ -202,7 +202,7 @@ class Engine:
             self.packed += rings[i] < 0
             for t in range(at, at + n):
                 p = r["done"] - n + t - at
-                assert self.places.starts[t] == p // SIZE * SIZE
+                assert self.places.page_starts[t] == p // SIZE * SIZE
                 if p % SIZE == 0:
                     before = int(self.places.previous[t])
                     foreign = t == at and p and any(s // SIZE == r["blocks"][p // SIZE - 1] for s in slots)
@@ -353,7 +353,7 @@ def test_without_copies_only_the_pages_before_are_told(run):
         None,
     )
     assert places.previous[:5].tolist() == [3, -1, -1, -1, 7]
-    assert places.starts[:5].tolist() == [4, 4, 4, 4, 8]
+    assert places.page_starts[:5].tolist() == [4, 4, 4, 4, 8]
 
 
 def test_nothing_is_told_that_nobody_asks_for(run):
@@ -367,7 +367,7 @@ def test_nothing_is_told_that_nobody_asks_for(run):
         torch.tensor([20]),
         None,
     )
-    assert places.previous is places.starts is None and places.stamps[5] == 1
+    assert places.previous is places.page_starts is None and places.stamps[5] == 1
 
 
 def test_what_does_not_fit_is_refused():

@@ -799,8 +799,8 @@ def test_sinks_are_left_to_backends_that_sglang_names(tmp_path):
     ("asked", "match"),
     [
         ({"sinks": torch.zeros(2)}, "layer 3: kvbits' attention backend does not do attention with sinks"),
-        ({"k": None, "v": None}, "to another layer's keys"),
-        ({"save_kv_cache": False}, "to another layer's keys"),
+        ({"k": None, "v": None}, "another layer's keys"),
+        ({"save_kv_cache": False}, "another layer's keys"),
     ],
     ids=str,
 )

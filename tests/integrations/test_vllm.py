@@ -25,11 +25,11 @@ from kvbits.integrations import vllm
 from kvbits.integrations.engine import calibrated, prefill
 from kvbits.integrations.engine.layer import Layer
 from kvbits.integrations.engine.options import Options
-from kvbits.integrations.engine.served import LISTED, RAW, WIDEST, WIDEST_CALIBRATED
+from kvbits.integrations.engine.served import LISTED, PAGE_SIZE, RAW, WIDEST, WIDEST_CALIBRATED
 from kvbits.integrations.engine.step import Steps
 from kvbits.integrations.engine.turns import page_turn
 from kvbits.integrations.vllm import dtypes, formats, releases, scheme_file
-from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
+from kvbits.integrations.vllm.formats import FORMATS
 from kvbits.integrations.vllm.options import misspelt, options_of
 from kvbits.integrations.vllm.releases import BACKEND
 from kvbits.integrations.vllm.selector import install
@@ -113,8 +113,16 @@ def test_each_rank_has_the_kv_heads_that_vllm_gives_it(heads, ranks, want):
 
 
 def options(dtype, **given):
-    return options_of(
-        SimpleNamespace(additional_config={"kvbits": given}, cache_config=SimpleNamespace(cache_dtype=dtype))
+    return options_of(config_of(dtype, given))
+
+
+def config_of(dtype, given, kind="generate", drafts=None):
+    """What a configuration of vLLM has of these options; drafts: their dtype."""
+    return SimpleNamespace(
+        additional_config={"kvbits": given},
+        cache_config=SimpleNamespace(cache_dtype=dtype),
+        model_config=SimpleNamespace(runner_type=kind),
+        speculative_config=drafts and SimpleNamespace(kv_cache_dtype=drafts),
     )
 
 
@@ -179,16 +187,8 @@ def test_options_that_a_dtype_never_reads_are_refused_unless_drafts_read_them(gi
     ):
         options("kvbits_int8", **given)
     assert options("auto", **given)  # kvbits is not asked, or not yet
-    config = SimpleNamespace(
-        additional_config={"kvbits": given}, cache_config=SimpleNamespace(cache_dtype="kvbits_int8")
-    )
-    config.model_config = SimpleNamespace(runner_type="draft")
-    assert options_of(config), "its target may read them"
-    config.model_config.runner_type, config.speculative_config = (
-        "generate",
-        SimpleNamespace(kv_cache_dtype="kvbits_klt4"),
-    )
-    assert options_of(config), "its drafts may read them, or their target does"
+    assert options_of(config_of("kvbits_int8", given, kind="draft")), "its target may read them"
+    assert options_of(config_of("kvbits_int8", given, drafts="kvbits_klt4")), "its drafts may read them, or they do"
 
 
 def test_widths_are_those_of_the_kernels():
@@ -298,7 +298,7 @@ def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, 
     found = prefill.Prefill(query_lens, query_lens + history, table, call)
     q, k, v = (torch.cat(x) for x in zip(*given, strict=True))
     out = torch.full((*q.shape[:2], values), torch.nan)
-    found.run(call, q, k, v, out, [PageStore(layout, (pages,))])
+    found.run(q, k, v, out, [PageStore(layout, (pages,))])
     torch.testing.assert_close(out.double(), torch.cat(want), atol=1e-5, rtol=1e-5)
 
 
@@ -325,8 +325,8 @@ def test_chunks_read_raw_copies_where_they_are(attend, sink):
         at = [torch.arange(a, b) for _, a, b in rows]
         slots = torch.cat([table[row, x // PAGE_SIZE] * PAGE_SIZE + x % PAGE_SIZE for row, x in enumerate(at)]).long()
         starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
-        step = plans.begin(0, torch.from_numpy(ends).int(), starts, table, slots, rings)
-        plans.prefill(step, lens, ends, table)
+        given = torch.from_numpy(ends).int(), starts, table, slots, rings
+        step = plans.plan(*given, np.stack([lens, ends]), num_decode_tokens=0)
         asked, keys, values = (torch.cat([x[row, a:b] for row, a, b in rows]) for x in (q, k, v))
         out = torch.full_like(asked, torch.nan)
         layer.run(step, asked, keys, values, out, pages)
@@ -391,10 +391,8 @@ def test_a_start_is_refused_by_the_symbol_that_its_format_lacks(platform, monkey
     monkeypatch.setattr(releases, "register_dtypes", lambda gone: None)
     monkeypatch.setitem(releases.CONTRACT.broken, broken, "is not there")
     dtypes.install(platform)
-    cache = SimpleNamespace(cache_dtype=dtype, user_specified_block_size=False)
-    config = SimpleNamespace(
-        additional_config={"kvbits": options}, cache_config=cache, updated=False, speculative_config=None
-    )
+    config = config_of(dtype, options)
+    config.updated, config.cache_config.user_specified_block_size = False, False
     symbol = broken.replace(":", ".")
     with pytest.raises(UnsupportedError, match=f"{dtype}: .* {symbol} is not there") if refused else nullcontext():
         platform.check_and_update_config(config)

@@ -59,7 +59,7 @@ def test_requests_that_come_and_go_keep_their_copies(model, engine, monkeypatch,
     if owned:
         pool = worker_of(llm).kvbits_copies
         generate(llm, [[5]], 1)  # a step that tells of the last ones
-        pool.end({r for r in pool.rings._of})
+        pool.rings.end({r for r in pool.rings._of})
         assert len(set(pool.rings._free)) == pool.rings.count == 6
 
 

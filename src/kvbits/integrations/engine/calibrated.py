@@ -9,7 +9,6 @@ Transformers makes from the model's configuration, as when it was calibrated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from ...model_ref import ModelRef
 from ...quant.basis import completed
 from ...spec import Scheme
 from ..rotary import layers_of
-from .options import Options
 
 found_by_check, accuracy = checked.find, checked.said
 """The result that `kvbits check` found of a preset on a model, and a clause on it. Others take both from here: this
@@ -67,43 +65,33 @@ def heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
     return slice(rank // sharing * each, (rank // sharing + 1) * each)
 
 
-def read(
-    options: Options,
-    name: Callable[[], str],
-    config: Any,
-    scheme: Scheme,
-    *,
-    device: str,
-    way_out: str,
-    file: bool = True,
-) -> Model:
+def read(model: ModelRef, scheme: Scheme, file: str, *, make: bool, device: str, way_out: str) -> Model:
     """Return the calibration of the model that an engine loads, found or made.
 
     Args:
-        name: gives what `place` does, which may download a model; not asked where a file is named.
-        config: Transformers' configuration of it, as the engine has it.
-        way_out: said where none can be made.
-        file: whether the file that the options name is of this model.
+        file: that the options name; "" where they name none of this model.
+        make: whether one may be made, on `device`; `way_out` is said where none can be.
 
     Raises:
         CalibrationError: a file of another model or scheme, or none, and none can be made.
         FileFormatError: a damaged one, or none under the name that is given.
     """
-    if options.calibration and file:
-        return Model(Calibration.load(options.calibration).fitted(config, scheme), config)
-    return Model(
-        kept.of_files(ModelRef(name(), config), scheme, make=options.calibrate, device=device, way_out=way_out), config
-    )
+    if file:
+        return Model(Calibration.load(file).fitted(model.config, scheme), model.config)
+    return Model(kept.of_files(model, scheme, make=make, device=device, way_out=way_out), model.config)
 
 
-def place(name: str, revision: str | None, patterns: list[str] | None = None) -> str:
-    """Return the place that an engine loads weights from.
+def model_at(name: str, revision: str | None, pattern: str | None = None, config: Any = None) -> ModelRef:
+    """Return the model that an engine loads, by the place of its weights.
 
     It is a folder, the name of a model, or the folder of the revision that is asked for. That last folder has the files
-    that `patterns` match.
-    """
-    if not revision or Path(name).is_dir():
-        return str(name)
-    from huggingface_hub import snapshot_download
+    that `pattern` matches.
 
-    return str(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    Args:
+        config: Transformers' configuration of it, where the engine has it.
+    """
+    if revision and not Path(name).is_dir():
+        from huggingface_hub import snapshot_download
+
+        name = snapshot_download(name, revision=revision, allow_patterns=pattern)
+    return ModelRef(name, config)

@@ -42,7 +42,7 @@ class Decode:
         self, call: Call, batch_size: int, num_queries: int, device: torch.device, copies: Copies | None
     ) -> None:
         self.num_queries = num_queries
-        self._copies, self._rings = copies if call.rings else None, call.rings if copies else ()
+        self._copies, self._rings = copies if call.rings else None, call.rings
         self._plan = call.plan(self._parts(call.layouts), device, batch_size=batch_size, num_queries=num_queries)
         self._bound: dict[str, tuple[int, list[PageStore]]] = {}  # layer: its number and what is bound
 

@@ -1,4 +1,4 @@
-"""An engine's variable-length FlashAttention as `call.Attend`: `attend_by`."""
+"""An engine's variable-length FlashAttention as `call.Attend`: which version reads what, and `attend_by`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import torch
 
 from ...ops.long_queries import Lengths
 from .call import Attend, Call
+
+
+def version_for(head_dim: int, value_head_dim: int) -> int:
+    """Return the first version of FlashAttention, 2 to 4, that reads keys and values of these widths."""
+    unlike, in_three = head_dim != value_head_dim, 128 < head_dim <= 192 and 96 < value_head_dim <= 128
+    return 4 if max(head_dim, value_head_dim) > 256 or (unlike and not in_three) else 3 if unlike else 2
 
 
 @functools.cache

@@ -31,8 +31,8 @@ class Layer:
     call: Call
     device: torch.device
     copies: tuple[torch.Tensor, ...] = ()
-    static: tuple[dict[str, torch.Tensor], ...] = field(default=(), init=False)
-    order: torch.Tensor | None = field(default=None, init=False)
+    static: tuple[dict[str, torch.Tensor], ...] = field(init=False)
+    order: torch.Tensor | None = field(init=False)
     turn: torch.Tensor | None = None
     sink: Sink = None
 
@@ -82,21 +82,18 @@ class Layer:
         prefill, n, d = step.prefills.get(self.call), step.num_tokens, step.num_decode_tokens
         stores = (lender or self).stores(pages)
         plain = self.order is None or prefill is None or not prefill.has_history  # fresh keys are read as they came
-        stored, asked = key, query
+        stored, asked, starts = key[:n], query, step.starts
         if self.order is not None:
             asked, stored = query[: d if plain else n, ..., self.order], key[:n, ..., self.order]
         if lender is None:
-            self._store(stored[:n], value[:n], stores, step)
+            slots, previous = step.slot_mapping, step.previous_page
+            self._writes[0].run(stored, value[:n], stores[0], slots, previous=previous, starts=starts)
+            # raw ones last: attention starts while their kernel ends, which writes pages that it reads at its end
+            for i in reversed(range(1, len(stores))):
+                self._writes[i].run(stored, value[:n], stores[i], step.copy_slots[i - 1], starts=starts)
         if d:
             step.decodes[self.call].run(asked[:d], out[:d], self.name, stores, self.sink)
         if prefill:
             q, k = (query, key) if plain else (asked, stored)
             end = d + prefill.num_tokens
-            prefill.run(self.call, q[d:end], k[d:end], value[d:end], out[d:end], stores, self.sink)
-
-    def _store(self, key: torch.Tensor, value: torch.Tensor, stores: list[PageStore], step: Step) -> None:
-        slots, previous = step.slot_mapping, step.previous_page
-        self._writes[0].run(key, value, stores[0], slots, previous=previous, starts=step.starts)
-        # raw ones last: attention starts while their kernel ends, which writes pages that it reads at its end
-        for i in reversed(range(1, len(stores))):
-            self._writes[i].run(key, value, stores[i], step.copy_slots[i - 1], starts=step.starts)
+            prefill.run(q[d:end], k[d:end], value[d:end], out[d:end], stores, self.sink)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UnsupportedError, unknown
 from ...spec import PageLayout
 from .served import COPIED, COPIES_SHARE, PAGE_SIZE, Format, Ring, raw_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MOST_RAW = 1024
 MOST_SHARE = 0.5
@@ -70,46 +73,37 @@ class Options:
             found.append(Ring(copy, tokens // PAGE_SIZE + 1))
         return tuple(found)
 
+    @classmethod
+    def checked(cls, given: Any, where: str, copied: int, plain: str = "") -> Self:
+        """Return options as a user gave them.
 
-Kind = TypeVar("Kind", bound=Options)
+        Args:
+            copied: newest tokens that are raw unless users say otherwise, with the first `COPIED`: of calibrated
+                formats, and those that name copies. 0: none.
+            plain: the format, where nothing in the engine reads a calibration.
 
-
-def checked(kind: type[Kind], given: Any, where: str, copied: int, plain: str = "") -> Kind:
-    """Return options as a user gave them.
-
-    Args:
-        copied: newest tokens that are raw unless users say otherwise, with the first `COPIED`: of calibrated formats,
-            and those that name copies. 0: none.
-        plain: the format, where nothing in the engine reads a calibration.
-
-    Raises:
-        UnsupportedError: unknown or invalid options; `where` says what gave them.
-    """
-    names = [f.name for f in dataclasses.fields(kind)]
-    if not isinstance(given, dict):
-        raise UnsupportedError(f"{where} is {given!r}; it takes a dict of {', '.join(names)}")
-    if strange := [name for name in given if name not in names]:
-        raise UnsupportedError(f"{where}: {unknown('option', strange[0], names)}")
-    defaults: dict[str, Any] = (
-        {"raw_newest": copied, "raw_first": COPIED} if copied and given.get("raw_newest") != 0 else {}
-    )
-    found = kind(**(defaults | given))
-    for f in dataclasses.fields(found):
-        value = getattr(found, f.name)
-        if type(value) is not type(f.default) or not f.metadata["fits"](value):
-            raise UnsupportedError(f"{f.name}={value!r} must be {f.metadata['what']}")
-    if found.raw_first and not found.raw_newest:
-        raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
-    if "copies_share" in given and not found.copies and (plain or "raw_newest" in given):
-        raise UnsupportedError(f"copies_share without raw_newest; pass raw_newest={PAGE_SIZE} too, or leave it away")
-    if plain and (
-        unread := [
-            name
-            for name in ("calibration", "calibrate", "packed_copies")
-            if getattr(found, name) != getattr(Options, name)
-        ]
-    ):
-        raise UnsupportedError(
-            f"{where} has {unread[0]}, which {plain} never reads; leave it away, or serve a calibrated format"
+        Raises:
+            UnsupportedError: unknown or invalid options; `where` says what gave them.
+        """
+        names = [f.name for f in dataclasses.fields(cls)]
+        if not isinstance(given, dict):
+            raise UnsupportedError(f"{where} is {given!r}; it takes a dict of {', '.join(names)}")
+        if strange := [name for name in given if name not in names]:
+            raise UnsupportedError(f"{where}: {unknown('option', strange[0], names)}")
+        defaults: dict[str, Any] = (
+            {"raw_newest": copied, "raw_first": COPIED} if copied and given.get("raw_newest") != 0 else {}
         )
-    return found
+        found = cls(**(defaults | given))
+        for f in dataclasses.fields(found):
+            value = getattr(found, f.name)
+            if type(value) is not type(f.default) or not f.metadata["fits"](value):
+                raise UnsupportedError(f"{f.name}={value!r} must be {f.metadata['what']}")
+        for name in ("raw_first", "copies_share"):
+            if given.get(name) and not found.copies and (plain or "raw_newest" in given):
+                raise UnsupportedError(f"{name} without raw_newest; pass raw_newest={PAGE_SIZE} too, or leave it away")
+        for name in ("calibration", "calibrate", "packed_copies"):
+            if plain and getattr(found, name) != getattr(Options, name):
+                raise UnsupportedError(
+                    f"{where} has {name}, which {plain} never reads; leave it away, or serve a calibrated format"
+                )
+        return found

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...ops import chunk_attention
+from ...ops.attend import Attention
 from ...ops.long_queries import ENTRY, MAX_ROWS, POSITION, SEQUENCE, VISIBLE, Histories, Scratch, pages_of
 from ...ops.merge import merge
 from ...ops.types import PageStore, Table
@@ -69,7 +70,7 @@ class Prefill:
         query_lens, seq_lens: int64 [rows], on the host; a row's queries are its newest tokens.
         block_table: int32 [rows, pages] on the device.
         call: of the layers.
-        copies: of this step, or None.
+        copies: of this step; None where no layer has some.
 
     Attributes:
         num_tokens: of all rows.
@@ -93,15 +94,19 @@ class Prefill:
         layouts, tables = [], []
         formats = copies.formats[: len(call.rings)][::-1] if copies else ()
         if self.has_history:
-            layouts = _by_part(call.layouts[: 1 + len(formats)])
+            layouts = _by_part(call.layouts)
             tables = [history_of(seq_lens - query_lens, block_table, call.sliding_window)]
-        self._histories, self._rows = None, []
+        self._call, self._histories = call, None
+        self._rows: list[tuple[slice, torch.Tensor, Attention | None]] = []  # on a CPU: tokens, positions, history
         if call.attend is None:
             pages, ends = pages_of(layouts[:1], tables), np.cumsum(query_lens)
             for row, (n, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
                 history = _tables(block_table[row], pages[pages[:, SEQUENCE] == row], formats)
-                tokens = slice(int(ends[row]) - n, int(ends[row]))
-                self._rows.append(_Row(call, layouts, tokens, torch.arange(length - n, length)[None], history))
+                positions, past = torch.arange(length - n, length)[None], None
+                if history:
+                    past = call.plan(layouts, positions.device, batch_size=1, num_queries=n, spans=True, past_only=True)
+                    past.update(history, positions=positions.int())
+                self._rows.append((slice(int(ends[row]) - n, int(ends[row])), positions, past))
             return
         self._histories = Histories(
             layouts, tables, query_lens, call.dtype, block_table.device, call.scratch.rows, own=True, copies=formats
@@ -109,7 +114,6 @@ class Prefill:
 
     def run(
         self,
-        call: Call,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -120,56 +124,22 @@ class Prefill:
         """Attend with q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; stores
         (`Layer.stores`) and learned sink of a layer.
         """
-        stores = _by_part(stores)
-        for row in self._rows:
-            row.run(call, q, k, v, out, stores, sink)
+        call, stores, others = self._call, _by_part(stores), [] if sink is None else [sink]
         if self._histories is not None and call.attend is not None:
-            dense, others = functools.partial(call.attend, call), [] if sink is None else [sink]
+            dense = functools.partial(call.attend, call)
             self._histories.run(stores, q, out, dense, call.scratch, own=(k, v), others=others)
-
-
-class _Row:
-    """A row on a CPU.
-
-    Args:
-        layouts: of each part of the history.
-        tokens: those of the step that are the row's; positions: int64 [1, tokens].
-        history: tables of the parts; none where there is no history.
-    """
-
-    def __init__(
-        self, call: Call, layouts: list[PageLayout], tokens: slice, positions: torch.Tensor, history: list[Table]
-    ) -> None:
-        self._tokens, self._positions, self._past = tokens, positions, None
-        if history:
-            sizes = {"batch_size": 1, "num_queries": positions.shape[1]}
-            self._past = call.plan(layouts, positions.device, **sizes, spans=True, past_only=True)
-            self._past.update(history, positions=positions.int())
-
-    def run(
-        self,
-        call: Call,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        stores: list[PageStore],
-        sink: Sink,
-    ) -> None:
-        """Attend with arguments as `Prefill.run` has them; stores: of each part."""
-        mine, keys, values, into = (x[None, self._tokens] for x in (q, k, v, out))
-        fresh = chunk_attention.choose(mine, values, call.softcap)
-        found = [fresh.run(mine, keys, values, self._positions, call.scaling, call.sliding_window, call.softcap)]
-        if self._past is not None:
-            self._past.bind(0, stores)
-            past, lse = torch.empty_like(into, dtype=self._past.result_dtype), torch.empty(mine.shape[:3])
-            found.append((self._past.run(mine, 0, out=past, lse=lse), lse))
-        if sink is not None:
-            found.append(sink)
-        if len(found) == 1:
-            into.copy_(found[0][0])
-        else:
-            merge(found, into=into)
+        for tokens, positions, past in self._rows:
+            mine, keys, values, into = (x[None, tokens] for x in (q, k, v, out))
+            fresh = chunk_attention.choose(mine, values, call.softcap)
+            found = [fresh.run(mine, keys, values, positions, call.scaling, call.sliding_window, call.softcap), *others]
+            if past is not None:
+                past.bind(0, stores)
+                result, lse = torch.empty_like(into, dtype=past.result_dtype), torch.empty(mine.shape[:3])
+                found.append((past.run(mine, 0, out=result, lse=lse), lse))
+            if len(found) == 1:
+                into.copy_(found[0][0])
+            else:
+                merge(found, into=into)
 
 
 def _by_part(each: list[Any]) -> list[Any]:

@@ -61,25 +61,21 @@ class Rings:
             known: requests that the engine still has. Rings of others are freed when one is needed: an engine
                 that warms up runs requests whose end it tells nobody.
         """
-        found = np.full(len(requests), -1, np.int32)
-        if known is not None and not self._free and any(r is not None and r not in self._of for r in requests):
+        new = [r for r in requests if r is not None and r not in self._of]
+        if known is not None and len(new) > len(self._free):
             self.end([r for r in self._of if r not in known])
-        without = 0
-        for row, request in enumerate(requests):
-            if request is None:
-                continue
-            if request not in self._of and self._free:
+        for request in new:
+            if self._free:
                 self._of[request] = self._free.pop()
-            found[row] = self._of.get(request, -1)
-            without += found[row] < 0
+        without = sum(r not in self._of for r in new)
         if without > 2 * self._most_without:
-            self._most_without = int(without)
+            self._most_without = without
             self._logger.info(
                 "copies for %d of %s; others are read packed: raise copies_share, or let fewer run at once",
                 len(self._of),
-                counted(len(self._of) + int(without), "running request"),
+                counted(len(self._of) + without, "running request"),
             )
-        return found
+        return np.array([self._of.get(r, -1) for r in requests], np.int32)
 
     def end(self, requests: Iterable[Hashable]) -> None:
         """Take the rings of these requests back."""

@@ -129,10 +129,9 @@ class Format:
             if d % 8 or not 64 <= d <= WIDEST:
                 return f"head_dim={d} is not a multiple of 8 from 64 to {WIDEST}; use --kv-cache-dtype auto"
         if self.calibrated and (head_dim != value_head_dim or head_dim > WIDEST_CALIBRATED):
-            widths = f"keys of {head_dim} and values of {value_head_dim} channels"
             return (
-                f"{widths}; {self.name} has codes of heads of one width up to {WIDEST_CALIBRATED}: use"
-                " kvbits_int8_centered"
+                f"keys of {head_dim} and values of {value_head_dim} channels; {self.name} has codes of heads of one"
+                f" width up to {WIDEST_CALIBRATED}: use kvbits_int8_centered"
             )
         if self.calibrated and head_dim % 16:
             return (

@@ -39,9 +39,9 @@ class Step:
 
     num_decode_tokens: int
     slot_mapping: torch.Tensor
-    previous_page: torch.Tensor | None
-    starts: torch.Tensor | None
-    copy_slots: tuple[torch.Tensor, ...]
+    previous_page: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    copy_slots: tuple[torch.Tensor, ...] = ()
     decodes: dict[Call, Decode] = field(default_factory=dict)
     prefills: dict[Call, Prefill] = field(default_factory=dict)
     positions: torch.Tensor | None = None
@@ -87,49 +87,46 @@ class Steps:
         if centered or rings or turned:
             self._place = place
             if device.type != "cpu":
-                if why := place_cuda.refuses(device):
-                    raise UnsupportedError(f"pages on {device} are not placed: {why}")
-                self._place = place_cuda.place
                 place_cuda.prepare(device)
+                self._place = place_cuda.place
             sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": num_pages, "device": device}
             if rings:
                 self.copies = Copies.empty(rings, count=copied, rows=rows, **sizes)
-            self._places = Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=self.copies, **sizes)
+            self._places = Places.empty(PAGE_SIZE, previous=centered, page_starts=turned, copies=self.copies, **sizes)
         self._decodes = {n: {c: Decode(c, rows, n, device, self.copies) for c in self._calls} for n in num_queries}
 
-    def begin(
+    def plan(
         self,
-        num_decode_tokens: int,
         seq_lens: torch.Tensor,
         starts: torch.Tensor,
         table: torch.Tensor,
         slots: torch.Tensor,
         rings: torch.Tensor | None,
+        prompts: np.ndarray,
+        *,
+        num_decode_tokens: int,
+        num_queries: int = 1,
+        ragged: Ragged | None = None,
     ) -> Step:
-        """Return a step whose rows are not planned yet; arguments as `place` takes them.
+        """Return a step, planned by launches only: it waits for nothing.
 
-        One launch, waits for nothing.
+        Args:
+            seq_lens, starts, table, slots, rings: as `place` takes them.
+            prompts: int64 [2, n], on the host: query and sequence lengths of the last n rows. Those before them decode.
+            num_queries: of rows that decode, at most; ragged: where some have fewer.
         """
-        if (p := self._places) is None:
-            return Step(num_decode_tokens, slots, None, None, ())
-        self._place(p, seq_lens, starts, table, slots, rings)
-        before, first = ((None if x is None else x[: len(slots)]) for x in (p.previous, p.starts))
-        copied = tuple(f.slots[: len(slots)] for f in p.copies.formats) if p.copies else ()
-        return Step(num_decode_tokens, slots, before, first, copied)
-
-    def decode(
-        self, step: Step, num_queries: int, table: torch.Tensor, seq_lens: torch.Tensor, ragged: Ragged | None = None
-    ) -> None:
-        """Plan the rows that decode; launches only. Arguments as `Decode` takes them."""
-        step.decodes = self._decodes[num_queries]
-        for decode in step.decodes.values():
-            decode.update(table, seq_lens, ragged)
-
-    def prefill(self, step: Step, query_lens: np.ndarray, seq_lens: np.ndarray, table: torch.Tensor) -> None:
-        """Plan the other rows; arguments as `Prefill` takes them."""
-        step.prefills = {
-            c: Prefill(query_lens, seq_lens, table, c, self.copies if c.rings else None) for c in self._calls
-        }
+        step, n, rows = Step(num_decode_tokens, slots), len(slots), len(seq_lens) - prompts.shape[1]
+        if (p := self._places) is not None:
+            self._place(p, seq_lens, starts, table, slots, rings)
+            step.previous_page, step.starts = ((None if x is None else x[:n]) for x in (p.previous, p.page_starts))
+            step.copy_slots = tuple(f.slots[:n] for f in p.copies.formats) if p.copies else ()
+        if rows:
+            step.decodes = self._decodes[num_queries]
+            for decode in step.decodes.values():
+                decode.update(table[:rows], seq_lens[:rows], ragged)
+        if prompts.size:
+            step.prefills = {c: Prefill(prompts[0], prompts[1], table[rows:], c, self.copies) for c in self._calls}
+        return step
 
 
 def _common(calls: list[Call]) -> tuple[Ring, ...]:

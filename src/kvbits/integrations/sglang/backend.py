@@ -52,16 +52,15 @@ class KVBitsBackend(AttentionBackend):
                 " pass --disable-hybrid-swa-memory, for others use another backend"
             )
         self._pool, self._options = pool, options_of(pool.form)
-        args, config = resolved_view(runner.server_args), runner.model_config
-        self._config = config
-        self._rows = runner.req_to_token_pool
-        self._req_to_token = self._rows.req_to_token
-        self._requests, self._device = self._rows.size, torch.device(runner.device)
-        chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len
-        self._sizes = config.context_len, chunk
+        args, self._config = resolved_view(runner.server_args), runner.model_config
+        self._rows, self._device = runner.req_to_token_pool, torch.device(runner.device)
+        requests, (numbers, longest) = self._rows.size, self._rows.req_to_token.shape
+        chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else self._config.context_len
+        self._sizes = self._config.context_len, chunk
         # of copies, and which each row of `req_to_token` has, as kernels know it
-        self._rings = Rings(min(pool.copied, self._requests), logger)
-        self._ring_of = torch.full((len(self._req_to_token),), -1, dtype=torch.int32, device=self._device)
+        self._rings = Rings(min(pool.copied, requests), logger)
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
+        self._ring_of = torch.full((numbers,), -1, **integers)
         self._calibration = calibration_of(pool.form, args) if pool.form.calibrated else None
         self._layers = {m.layer_id: self._layer(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
         pages = len(pool.pages[0])
@@ -69,24 +68,22 @@ class KVBitsBackend(AttentionBackend):
         if args.speculative_algorithm:
             self._mode, self._num_queries = ForwardMode.TARGET_VERIFY, args.speculative_num_draft_tokens
         # of a step: no more than there is room for
-        tokens = min(pages * PAGE_SIZE, max(*self._sizes, args.max_prefill_tokens) + self._requests)
-        tokens = max(tokens, self._requests * self._num_queries)
+        tokens = min(pages * PAGE_SIZE, max(*self._sizes, args.max_prefill_tokens) + requests)
+        tokens = max(tokens, requests * self._num_queries)
         self._steps = Steps(
             [layer.call for layer in self._layers.values()],
             num_queries=[self._num_queries],
             copied=max(1, self._rings.count),
-            rows=self._requests,
+            rows=requests,
             tokens=tokens,
             num_pages=pages,
             device=self._device,
         )
-        longest = -(-self._req_to_token.shape[1] // PAGE_SIZE)
-        integers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
         # of rows that decode, as what follows, where captured graphs find it
-        self._starts = torch.arange(self._requests + 1, **integers) * self._num_queries
-        self._table = torch.zeros(self._requests, longest, **integers)
-        self._lens = torch.zeros(self._requests, **integers)
-        self._slots = torch.zeros(self._requests * self._num_queries, dtype=torch.int64, device=self._device)
+        self._starts = torch.arange(requests + 1, **integers) * self._num_queries
+        self._table = torch.zeros(requests, -(-longest // PAGE_SIZE), **integers)
+        self._lens = torch.zeros(requests, **integers)
+        self._slots = torch.zeros(requests * self._num_queries, dtype=torch.int64, device=self._device)
         if get_parallel().tp_rank == 0:
             found = Announcement(
                 name=name,
@@ -146,7 +143,7 @@ class KVBitsBackend(AttentionBackend):
             raise UnsupportedError(f"kvbits' attention backend does not run steps of {mode!r}")
         self._forget_loaded()
         requests = forward_batch.req_pool_indices.long()
-        table = (self._req_to_token[requests, ::PAGE_SIZE] // PAGE_SIZE).int()
+        table = (self._rows.req_to_token[requests, ::PAGE_SIZE] // PAGE_SIZE).int()
         lens, slots = forward_batch.seq_lens.int(), forward_batch.out_cache_loc.long()
         if mode == self._mode:
             rows = len(lens)
@@ -158,18 +155,22 @@ class KVBitsBackend(AttentionBackend):
                 kept[: len(x)].copy_(x) for kept, x in ((self._table, table), (self._lens, lens), (self._slots, slots))
             )
             starts = self._starts[: rows + 1]
+            prompts = np.zeros((2, 0), np.int64)
         else:
             starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+            lengths = forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu
+            prompts = np.stack(lengths, dtype=np.int64)
             self._give_rings()
-        decoding = len(slots) if mode == self._mode else 0
-        self._step = self._steps.begin(decoding, lens, starts, table, slots, self._ring_of[requests])
-        if mode == self._mode:
-            self._steps.decode(self._step, self._num_queries, table, lens)
-        else:
-            query_lens, seq_lens = (
-                np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu)
-            )
-            self._steps.prefill(self._step, query_lens, seq_lens, table)
+        self._step = self._steps.plan(
+            lens,
+            starts,
+            table,
+            slots,
+            self._ring_of[requests],
+            prompts,
+            num_decode_tokens=0 if prompts.size else len(slots),
+            num_queries=self._num_queries,
+        )
 
     def _forget_loaded(self) -> None:
         """Drop copies that past owners of pages left, where HiCache loaded others' tokens since."""
@@ -186,10 +187,8 @@ class KVBitsBackend(AttentionBackend):
             return
         free = set(self._rows.free_slots)
         self._rings.end(free)
-        running = [i for i in range(1, len(self._ring_of)) if i not in free]  # row 0 is padding's
-        rings = np.full(len(self._ring_of), -1, np.int32)
-        rings[running] = self._rings.of(running)
-        self._ring_of.copy_(upload(rings, self._device))
+        running = [i if i and i not in free else None for i in range(len(self._ring_of))]  # row 0 is padding's
+        self._ring_of.copy_(upload(self._rings.of(running), self._device))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Do nothing: plans and tables are for all requests that can run."""
@@ -204,11 +203,13 @@ class KVBitsBackend(AttentionBackend):
         """Attend with q [tokens, Hq * D] or [tokens, Hq, D], k [tokens, H, D], v [tokens, H, Dv]; [tokens, Hq
         * Dv].
         """
-        if k is None or not save_kv_cache or (given := [name for name, x in more.items() if x is not None]):
-            what = "with " + ", ".join(given) if k is not None and save_kv_cache else "to another layer's keys"
+        given = [name for name, x in more.items() if x is not None]
+        if k is None or not save_kv_cache:
+            given.append("another layer's keys")
+        if given:
             raise UnsupportedError(
-                f"layer {layer.layer_id}: kvbits' attention backend does not do attention {what}; use another"
-                " --attention-backend"
+                f"layer {layer.layer_id}: kvbits' attention backend does not do attention with {', '.join(given)}; use"
+                " another --attention-backend"
             )
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)

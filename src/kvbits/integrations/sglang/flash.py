@@ -6,7 +6,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ..engine.call import Attend
-from ..engine.flash import attend_by
+from ..engine.flash import attend_by, version_for
 
 
 def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Attend | None:
@@ -25,7 +25,7 @@ def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Atten
             "prompts are read with sgl_kernel's FlashAttention 3, of compute capabilities 8.0 to 9.0; this GPU has"
             f" {have}: use vLLM's plugin"
         )
-    if head_dim > 256 or (head_dim != value_head_dim and not (128 < head_dim <= 192 and 96 < value_head_dim <= 128)):
+    if version_for(head_dim, value_head_dim) > 3:
         raise UnsupportedError(
             f"prompts with keys of {head_dim} and values of {value_head_dim} channels are not read by sgl_kernel's"
             " FlashAttention 3 (one width up to 256, or up to 192 and 128); use another --attention-backend"

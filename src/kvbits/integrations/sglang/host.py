@@ -35,9 +35,6 @@ class KVBitsHostPool(HostKVCache):
         ValueError: less host memory than that.
     """
 
-    page_num: int
-    kv_buffer: torch.Tensor
-
     def __init__(self, pool: KVBitsPool, ratio: float, size: int) -> None:
         self._rows = [pages.flatten(1) for pages in pool.pages]
         self.layer_num = self.target_layer_num = len(self._rows)
@@ -62,8 +59,8 @@ class KVBitsHostPool(HostKVCache):
 
     def init_kv_buffer(self) -> torch.Tensor:
         shape = (self.layer_num, self.page_num, self._rows[0].shape[1])
-        given = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self.pin_memory, "allocator": self.allocator}
-        return ALLOC_MEMORY_FUNCS[self._rows[0].device.type](shape, **given)
+        allocate = ALLOC_MEMORY_FUNCS[self._rows[0].device.type]
+        return allocate(shape, dtype=torch.uint8, device="cpu", pin_memory=self.pin_memory, allocator=self.allocator)
 
     def backup_from_device_all_layer(
         self, device_pool: KVBitsPool, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str

@@ -13,13 +13,13 @@ from typing import Any
 
 from ... import planner, schemes
 from ...errors import UnsupportedError
-from ...geometry import has_key_bias, layer_geometries, load_config, only_dense
+from ...geometry import has_key_bias, layer_geometries, only_dense
 from ...model_ref import ModelRef
 from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.automatic import AUTO, beside_weights, choose
-from ..engine.calibrated import Model, place, read
+from ..engine.calibrated import Model, model_at, read
 from ..engine.call import RAW_DTYPES
-from ..engine.options import Options, checked
+from ..engine.options import Options
 from ..engine.served import FORMATS, PAGE_SIZE, Format
 from . import releases
 
@@ -162,7 +162,7 @@ def options_of(form: Format) -> Options:
         given = json.loads(text)
     except ValueError:
         given = text
-    return checked(Options, given, "KVBITS_SGLANG", form.raw_newest, "" if form.calibrated else form.name)
+    return Options.checked(given, "KVBITS_SGLANG", form.raw_newest, "" if form.calibrated else form.name)
 
 
 def calibration_of(form: Format, server_args: Any) -> Model:
@@ -172,17 +172,18 @@ def calibration_of(form: Format, server_args: Any) -> Model:
         CalibrationError, FileFormatError: as `engine.calibrated.read`.
     """
     options = options_of(form)
-    name = place(server_args.model_path, server_args.revision, ["*.json"] if options.calibration else None)
-    config = load_config(name)  # SGLang writes into its own, and a calibration is known by what Transformers has
-    scheme = schemes.for_layers(form.scheme.name, layer_geometries(config))
+    model = model_of(server_args, "*.json" if options.calibration else None)
+    scheme = schemes.for_layers(form.scheme.name, model.layers)
     way_out = """; or say KVBITS_SGLANG='{"calibration": "FILE.safetensors"}'"""
-    return read(options, lambda: name, config, scheme, device=server_args.device, way_out=way_out)
+    file, make = options.calibration, options.calibrate
+    return read(model, scheme, file, make=make, device=server_args.device, way_out=way_out)
 
 
-def model_of(server_args: Any) -> ModelRef:
-    """Return the served model, with the configuration that Transformers has: SGLang writes into its own."""
-    name = place(server_args.model_path, server_args.revision, ["*.json"])
-    return ModelRef(name, load_config(name))
+def model_of(server_args: Any, pattern: str | None = "*.json") -> ModelRef:
+    """Return the served model, with the configuration that Transformers has: SGLang writes into its own, and a
+    calibration is known by it.
+    """
+    return model_at(server_args.model_path, server_args.revision, pattern)
 
 
 def refuses(form: Format, options: Any) -> str | None:

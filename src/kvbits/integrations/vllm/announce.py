@@ -10,15 +10,15 @@ import logging
 import sys
 from typing import Any
 
+from ... import planner, schemes
 from ...errors import KvbitsError
 from ...geometry import layer_geometries, stored_at
-from ...model_ref import ModelRef
 from ..engine.announce import Announcement
-from ..engine.calibrated import place
+from ..engine.calibrated import model_at
+from ..engine.served import raw_of
 from . import releases
-from .formats import FORMATS, NAMES, RAW, RAW_DTYPES, SCHEME, SHOWN
+from .formats import NAMES, RAW_DTYPES, SCHEME, SHOWN
 from .options import options_of
-from .scheme_file import formats_of
 
 logger = logging.getLogger("vllm.kvbits")
 """Below vLLM's own: its level and its handlers."""
@@ -28,25 +28,17 @@ HELP = (
 )
 
 
-class NoScalingFactors(logging.Filter):
-    """A filter that drops the one message that these dtypes may cost accuracy "without a proper scaling factor": every
-    page has scales of its own.
+def keeps(record: logging.LogRecord) -> bool:
+    """Drop the one message that these dtypes may cost accuracy "without a proper scaling factor": every page has scales
+    of its own.
     """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not (
-            "scaling factor" in str(record.msg)
-            and isinstance(record.args, tuple)
-            and record.args
-            and record.args[0] in NAMES
-        )
+    said = record.getMessage()
+    return "scaling factor" not in said or "kvbits_" not in said
 
 
 def install() -> None:
     """Install the announcement in this process, once."""
-    configuration = logging.getLogger("vllm.config.cache")
-    if not any(isinstance(f, NoScalingFactors) for f in configuration.filters):
-        configuration.addFilter(NoScalingFactors())
+    logging.getLogger("vllm.config.cache").addFilter(keeps)
     _extend_help()
     from vllm.v1.core import kv_cache_utils
 
@@ -75,13 +67,13 @@ def announcement(vllm_config: Any) -> Announcement | None:
         return None
     options = options_of(vllm_config)
     try:
-        bits = _bits(vllm_config)
+        bits = _bits(vllm_config, options.scheme)
     except KvbitsError as e:
         logger.warning("%s is neither described here nor among the metrics: %s", cache.cache_dtype, e)
         return None
     return Announcement(
         name=cache.cache_dtype,
-        model=ModelRef(place(model.model, model.revision, ["config.json"]), model.hf_text_config),
+        model=model_at(model.model, model.revision, "config.json", model.hf_text_config),
         options=options,
         bits=bits,
         tokens=cache.kv_cache_size_tokens,
@@ -90,23 +82,21 @@ def announcement(vllm_config: Any) -> Announcement | None:
     )
 
 
-def _bits(vllm_config: Any) -> float:
+def _bits(vllm_config: Any, path: str) -> float:
     """Return bits of a number in the layers that have keys and values, raw ones included.
 
     Raises:
         UnsupportedError: layers that kvbits does not know.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    config, raw_dtype = model.hf_text_config, RAW_DTYPES[model.dtype]
-    layers, skipped = layer_geometries(config), {*map(str, cache.kv_cache_dtype_skip_layers)}
-    forms = formats_of(vllm_config) if cache.cache_dtype == SCHEME else [FORMATS[cache.cache_dtype]] * len(layers)
-    held = numbers = 0.0
-    for i, form, g in zip(stored_at(config), forms, layers, strict=True):
-        raw = str(i) in skipped or (g.sliding_window is not None and "sliding_window" in skipped)
-        layout = (RAW if raw or not form else form).layout(g.num_kv_heads, g.head_dim, g.value_head_dim, raw_dtype)
-        count = g.num_kv_heads * (g.head_dim + g.value_head_dim)
-        held, numbers = held + layout.bits_per_element * count, numbers + count
-    return held / numbers
+    layers, skipped = layer_geometries(model.hf_text_config), {*map(str, cache.kv_cache_dtype_skip_layers)}
+    scheme = schemes.for_layers(schemes.read(path), layers) if cache.cache_dtype == SCHEME else cache.cache_dtype
+    pages = planner.vllm_layouts(scheme, layers, RAW_DTYPES[model.dtype])
+    for n, (i, g) in enumerate(zip(stored_at(model.hf_text_config), layers, strict=True)):
+        if str(i) in skipped or (g.sliding_window is not None and "sliding_window" in skipped):
+            pages[n] = raw_of(pages[n])
+    counts = [x.num_kv_heads * (x.head_dim + x.value_head_dim) for x in pages]
+    return sum(x.bits_per_element * n for x, n in zip(pages, counts, strict=True)) / sum(counts)
 
 
 def _extend_help() -> None:

@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, AttentionType
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from ..engine.served import PAGE_SIZE
 from . import formats, releases
 
 
@@ -43,7 +44,7 @@ class KVBitsBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [formats.PAGE_SIZE]
+        return [PAGE_SIZE]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -66,18 +67,8 @@ class KVBitsBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
-
-    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False  # prefill passes are laid out on the host
-
-    @classmethod
-    def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        from vllm.platforms import current_platform
-
-        return dtype in (torch.float16, torch.bfloat16) or (dtype == torch.float32 and current_platform.is_cpu())
 
     @classmethod
     def supports_combination(
@@ -93,17 +84,16 @@ class KVBitsBackend(AttentionBackend):
         device_capability: Any,
     ) -> str | None:
         """Return why a model cannot be served, or None."""
-        if block_size not in (None, formats.PAGE_SIZE):
-            return (
-                f"kvbits' pages hold {formats.PAGE_SIZE} tokens; leave --block-size away, or pass --block-size"
-                f" {formats.PAGE_SIZE}"
-            )
+        if block_size not in (None, PAGE_SIZE):
+            return f"kvbits' pages hold {PAGE_SIZE} tokens; leave --block-size away, or pass --block-size {PAGE_SIZE}"
         if kv_cache_dtype in formats.FORMATS and (why := formats.FORMATS[kv_cache_dtype].refuses(head_size, head_size)):
             return why
         if device_capability is None:  # a CPU, where the reference serves
             return None
         if device_capability < (8, 0):
             return "kvbits' kernels need compute capability 8.0"
+        if dtype == torch.float32:
+            return "kvbits' kernels attend in float16 and bfloat16; pass --dtype bfloat16"
         return formats.refuses_pages(kv_cache_dtype, head_size, formats.RAW_DTYPES[dtype])
 
 

@@ -8,31 +8,34 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    max_decode_query_len,
+)
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UnsupportedError
 from ...later import upload
 from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.decode import Ragged
+from ..engine.served import PAGE_SIZE
 from ..engine.step import Step, Steps
-from .formats import PAGE_SIZE
-from .impl import KVBitsImpl
 from .options import options_of
 
 
 class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
     """Owns the decode plans of a KV-cache group, of fixed size."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    reorder_batch_threshold: int | None
+    reorder_batch_threshold: int
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        threshold = self.reorder_batch_threshold or 1
+        threshold = self.reorder_batch_threshold
         if threshold > MAX_QUERIES:
             self.reorder_batch_threshold = threshold = 1
         if vllm_config.parallel_config.use_ubatching:
@@ -42,8 +45,6 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         impls = [layer.impl for layer in layers.values()]
         for impl in impls:
-            if not isinstance(impl, KVBitsImpl):
-                raise UnsupportedError(f"a layer of kvbits' backend has the implementation {type(impl).__name__}")
             impl.settle()
             if impl.call.layout.head_bytes != kv_cache_spec.state_content_bytes * PAGE_SIZE:
                 raise UnsupportedError(
@@ -51,7 +52,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
                     f" {impl.kv_cache_dtype} needs {impl.call.layout.head_bytes // PAGE_SIZE}; this is a bug of the"
                     " kvbits plugin"
                 )
-            impl.take_copies()
+            if impl.ring_bytes:
+                impl.stored.take_copies(impl.pool.count)
         calls = [impl.call for impl in impls]
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
@@ -76,8 +78,6 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        from vllm.v1.attention.backend import max_decode_query_len
-
         wide = max_decode_query_len(vllm_config) > MAX_QUERIES
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if wide else AttentionCGSupport.UNIFORM_BATCH
 
@@ -88,7 +88,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
         m = common_attn_metadata
         if m.causal is not True:
             raise UnsupportedError("kvbits' attention is causal; this model asks for attention in both directions")
-        threshold = self.reorder_batch_threshold or 1
+        threshold = self.reorder_batch_threshold
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
         num_queries = num_decode_tokens // num_decodes if num_decodes else 1
         lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
@@ -98,53 +98,49 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[Step]):
             and num_queries * num_decodes == num_decode_tokens
         )
         ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
-        rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
-        found = self._steps.begin(
-            num_decode_tokens,
+        rows = m.num_reqs
+        found = self._steps.plan(
             m.seq_lens[:rows],
             m.query_start_loc[: rows + 1],
             m.block_table_tensor[:rows],
-            slots,
+            m.slot_mapping[: m.num_actual_tokens],
             upload(self._pool.rings_of(m), self.device) if self._steps.copies else None,
+            self._prompts(m, num_decodes) if num_prefills else np.zeros((2, 0), np.int64),
+            num_decode_tokens=num_decode_tokens,
+            num_queries=num_queries if uniform else threshold,
+            ragged=ragged,
         )
         if options_of(self.vllm_config).observe:
             found.positions = self._positions(m)
-        if num_decodes:
-            table, lens = m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes]
-            self._steps.decode(found, num_queries if uniform else threshold, table, lens, ragged)
-        if num_prefills:
-            query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
-            self._steps.prefill(found, query_lens, seq_lens, m.block_table_tensor[num_decodes:rows])
         return found
 
-    def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return int64 [rows] query and sequence lengths of the rows from `first` on, on the host.
+    def _prompts(self, m: CommonAttentionMetadata, first: int) -> np.ndarray:
+        """Return query and sequence lengths of the rows from `first` on, as `Steps.plan` takes them.
 
         A GPU's lengths are not waited for: vLLM's bound is exact for rows of prompts. Where a draft model reads the
         token that was just sampled, vLLM lengthens the row and its length on the device, and leaves the bound behind.
         """
-        starts = m.query_start_loc_cpu[: m.num_reqs + 1].numpy().astype(np.int64)
         bound = m.seq_lens if m.seq_lens.device.type == "cpu" else m.seq_lens_cpu_upper_bound
         if bound is None:
             raise UnsupportedError(
                 "this model runner gives attention backends no lengths on the host; use vLLM's default runner"
             )
-        return np.diff(starts)[first:], bound[first : m.num_reqs].numpy().astype(np.int64)
+        lens = m.query_start_loc_cpu[first : m.num_reqs + 1].diff(), bound[first : m.num_reqs]
+        return torch.stack([x.long() for x in lens]).numpy()
 
     def _ragged(self, m: CommonAttentionMetadata, rows: int, tokens: int, num_queries: int) -> Ragged:
-        starts, places = m.query_start_loc[: rows + 1].long(), torch.arange(num_queries, device=self.device)
+        starts, places = m.query_start_loc[: rows + 1], torch.arange(num_queries, device=self.device)
         token_of = (starts[:-1, None] + places).clamp_(max=tokens - 1).view(-1)
-        row = self._row_of_each(m, rows, tokens)
-        return Ragged(
-            starts.diff().int(), token_of, row * num_queries + torch.arange(tokens, device=self.device) - starts[row]
-        )
+        row, place = self._places(m, rows, tokens)
+        return Ragged(starts.diff(), token_of, row * num_queries + place)
 
     def _positions(self, m: CommonAttentionMetadata) -> torch.Tensor:
         """Return int64 [tokens]."""
-        starts, row = m.query_start_loc[: m.num_reqs + 1].long(), self._row_of_each(m, m.num_reqs, m.num_actual_tokens)
-        return torch.arange(m.num_actual_tokens, device=self.device) + (m.seq_lens[: m.num_reqs] - starts[1:])[row]
+        row, place = self._places(m, m.num_reqs, m.num_actual_tokens)
+        return place + (m.seq_lens[: m.num_reqs] - m.query_start_loc[: m.num_reqs + 1].diff())[row]
 
-    def _row_of_each(self, m: CommonAttentionMetadata, rows: int, tokens: int) -> torch.Tensor:
-        """Return int64 [tokens]: the row of each token; the last one's for padding."""
-        each = torch.arange(tokens, device=self.device, dtype=torch.int32)
-        return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
+    def _places(self, m: CommonAttentionMetadata, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int64 [tokens] each: the row of each token, the last one's for padding, and its place in the row."""
+        starts, each = m.query_start_loc[: rows + 1].long(), torch.arange(tokens, device=self.device)
+        row = torch.searchsorted(starts[1:], each, right=True).clamp_(max=rows - 1)
+        return row, each - starts[row]

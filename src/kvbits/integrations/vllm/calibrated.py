@@ -12,7 +12,7 @@ from ... import schemes
 from ...errors import UnsupportedError
 from ...geometry import layer_geometries
 from ...spec import Scheme
-from ..engine.calibrated import Model, place, read
+from ..engine.calibrated import Model, model_at, read
 from .formats import FORMATS, HEADS, SCHEME
 from .options import options_of
 
@@ -43,15 +43,14 @@ def _read(vllm_config: Any, device: str) -> Model:
     way_out = (
         f"; run `kvbits calibrate {model.model} --engine vllm --engine-options '{sizes}'` once, or pass {else_pass}"
     )
-    # the file that is named is the served model's
+    file = "" if drafts else options.calibration  # which is the served model's
     return read(
-        options,
-        lambda: place(model.model, model.revision),
-        config,
+        model_at(model.model, model.revision, "config.json" if file else None, config),
         _scheme(vllm_config.cache_config.cache_dtype, options.scheme, config),
+        file,
+        make=options.calibrate,
         device=device,
         way_out=way_out,
-        file=not drafts,
     )
 
 

@@ -1,6 +1,6 @@
 """Copies of newest pages inside vLLM: how many requests have them, which, and which blocks have none.
 
-    determine_available_memory --> `sized`: rings of copies for a share of it, the rest is for pages
+    determine_available_memory --> `_size`: rings of copies for a share of it, the rest is for pages
     SchedulerOutput            --> requests that ended or were preempted give their rings back
     BlockPool.get_new_blocks   --> SchedulerOutput --> Copies.forget, before the step
 
@@ -21,9 +21,9 @@ import torch
 
 from ..engine.place import Copies
 from ..engine.rings import Rings, beside_copies
-from ..engine.served import copied_requests
+from ..engine.served import PAGE_SIZE, copied_requests
 from . import releases
-from .formats import NAMES, PAGE_SIZE
+from .formats import NAMES
 from .options import options_of
 
 logger = logging.getLogger("vllm.kvbits.copies")
@@ -53,30 +53,24 @@ class Pool:
         The V2 runner gives numbers of requests; in the V1 runner rows are those of its batch. Passes of a draft model
         give neither, and have the rows of the model's.
         """
-        found = np.full(m.num_reqs, -1, np.int32)
         if self.rings is None:
-            return found
+            return np.full(m.num_reqs, -1, np.int32)
         known = None
         if m.req_idx is not None:
             states = self._runner.req_states
             self._rows, known = [states.index_to_req_id.get(i) for i in m.req_idx.tolist()], states.req_id_to_index
         elif hasattr(self._runner, "input_batch"):
             self._rows, known = list(self._runner.input_batch.req_ids), self._runner.requests
-        rows = self._rows[: m.num_reqs]  # those after them are padding
-        found[: len(rows)] = self.rings.of(rows, known)
-        return found
-
-    def end(self, requests: set[str]) -> None:
-        """Take these requests' rings back."""
-        if self.rings:
-            self.rings.end(requests)
+        rows = [*self._rows, *[None] * m.num_reqs]  # those after them are padding
+        return self.rings.of(rows[: m.num_reqs], known)
 
 
-def sized(worker: Any, available: int) -> int:
-    """Decide how many requests have copies, and give what is left of `available` bytes for pages.
+def _size(determine_available_memory: Any, wrapper: Any) -> int:
+    """Decide how many requests have copies, and give what is left of the available bytes for pages.
 
     All ranks decide for the same number.
     """
+    worker, available = wrapper.worker, determine_available_memory(wrapper)
     config = worker.vllm_config
     if not has_copies(config):
         return available
@@ -85,10 +79,8 @@ def sized(worker: Any, available: int) -> int:
     for impl in impls:
         impl.settle()
     of_request = sum(impl.ring_bytes for impl in impls)
-    count = most = config.scheduler_config.max_num_seqs
-    if of_request:
-        count = copied_requests(available, of_request, most, options_of(config).copies_share)
-    count = _least(count)
+    most, share = config.scheduler_config.max_num_seqs, options_of(config).copies_share
+    count = _least(copied_requests(available, of_request, most, share) if of_request else most)
     worker.kvbits_copies = pool = Pool(worker.model_runner, Rings(count, logger))
     for impl in impls:
         impl.pool = pool
@@ -97,19 +89,15 @@ def sized(worker: Any, available: int) -> int:
 
 def has_copies(vllm_config: Any) -> bool:
     """Return whether an engine has layers with copies, or drafts that may have some."""
-    drafts = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
-    return options_of(vllm_config).copies or drafts in NAMES
+    return options_of(vllm_config).copies or getattr(vllm_config.speculative_config, "kv_cache_dtype", None) in NAMES
 
 
 def _least(count: int) -> int:
     """Return the least count of all ranks."""
     from vllm.distributed import get_world_group
 
-    group = get_world_group()
-    if group.world_size == 1:
-        return count
     least = torch.tensor(count, device="cpu")
-    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
     return int(least)
 
 
@@ -143,7 +131,7 @@ def _tell(schedule: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
 def _forget(execute_model: Any, wrapper: Any, scheduler_output: Any, *args: Any, **options: Any) -> Any:
     pool = getattr(wrapper.worker, "kvbits_copies", None)
     if pool is not None:
-        pool.end(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
+        pool.rings.end(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
         if taken := getattr(scheduler_output, "kvbits_taken", None):
             each = wrapper.vllm_config.cache_config.block_size // PAGE_SIZE  # pages of a block: several in hybrids
             with torch.inference_mode():
@@ -155,7 +143,3 @@ def _forget(execute_model: Any, wrapper: Any, scheduler_output: Any, *args: Any,
 def _ask_worker(wrapper: Any) -> int:
     """Do what vLLM's wrapper does for a method that it does not define."""
     return int(wrapper.worker.determine_available_memory())
-
-
-def _size(determine_available_memory: Any, wrapper: Any) -> int:
-    return sized(wrapper.worker, determine_available_memory(wrapper))

@@ -10,13 +10,12 @@ from typing import Any
 
 from ... import planner
 from ...errors import GONE, UnsupportedError
-from ...model_ref import ModelRef
 from ..engine.automatic import beside_weights, choose
-from ..engine.calibrated import place
-from ..engine.served import COPIED
+from ..engine.calibrated import model_at
+from ..engine.served import PAGE_SIZE
 from . import releases
 from .copies import has_copies
-from .formats import AUTO, NAMES, PAGE_SIZE, RAW_DTYPES
+from .formats import AUTO, NAMES, RAW_DTYPES
 from .options import misspelt, options_of
 
 logger = logging.getLogger("vllm.kvbits")
@@ -37,13 +36,11 @@ def install(platform: Any) -> None:
 
 
 def _name(check_and_update_config: Callable[..., None], platform: Any, vllm_config: Any) -> None:
-    if (cache := vllm_config.cache_config) is None:
-        return check_and_update_config(vllm_config)
-    named = releases.takes_names()
+    cache, named = vllm_config.cache_config, releases.takes_names()
     if why := misspelt(vllm_config.additional_config, not named or cache.cache_dtype in NAMES):
         raise UnsupportedError(why)
-    name = options_of(vllm_config, copied=COPIED).named  # no dtype is known yet
-    if name is not None:
+    if dtype := options_of(vllm_config).dtype:
+        name = f"kvbits_{dtype.removeprefix('kvbits_')}"
         if named:
             raise UnsupportedError(
                 f'additional_config["kvbits"] has the dtype {name}, which is for vLLM before 0.33; pass'
@@ -63,7 +60,7 @@ def _name(check_and_update_config: Callable[..., None], platform: Any, vllm_conf
         if why := releases.CONTRACT.refuses(*(feature for feature, needed in needs.items() if needed)):
             raise UnsupportedError(f"--kv-cache-dtype {cache.cache_dtype}: {why}")
     check_and_update_config(vllm_config)
-    if name is not None and not cache.user_specified_block_size:
+    if dtype and not cache.user_specified_block_size:
         cache.block_size = PAGE_SIZE  # a default of the platform, which asks no backend
 
 
@@ -71,12 +68,10 @@ def _chosen(platform: Any, vllm_config: Any) -> str:
     """Return the format that this engine's context and number of requests need, said in the log.
 
     Raises:
-        UnsupportedError: no model, no format, or nobody says how much memory there is.
+        UnsupportedError: no format, or nobody says how much memory there is.
     """
     cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
-    if model is None:
-        raise UnsupportedError(f"--kv-cache-dtype {AUTO} needs a model; name a format")
-    ref = ModelRef(place(model.model, model.revision, ["*.json"]), model.hf_text_config)
+    ref = model_at(model.model, model.revision, "*.json", model.hf_text_config)
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     memory = cache.kv_cache_memory_bytes
     if memory is None:

@@ -6,7 +6,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ..engine.call import Attend
-from ..engine.flash import attend_by
+from ..engine.flash import attend_by, version_for
 
 
 def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Attend | None:
@@ -19,11 +19,12 @@ def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Atten
         return None
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
-    unlike, in_three = head_dim != value_head_dim, 128 < head_dim <= 192 and 96 < value_head_dim <= 128
-    needed = 4 if max(head_dim, value_head_dim) > 256 or (unlike and not in_three) else 3 if unlike else 2
+    needed = version_for(head_dim, value_head_dim)
     # On Hopper vLLM takes version 4 for unlike widths if it hears of sinks, which are a part of the results here
     # (`ops.merge`).
-    version = get_flash_attn_version(head_size=head_dim, head_size_v=value_head_dim, has_sinks=unlike and needed == 4)
+    version = get_flash_attn_version(
+        head_size=head_dim, head_size_v=value_head_dim, has_sinks=head_dim != value_head_dim and needed == 4
+    )
     if version is None or version < needed:
         raise UnsupportedError(
             f"prompts with keys of {head_dim} and values of {value_head_dim} channels are read with FlashAttention"

@@ -16,9 +16,7 @@ from ...ops import dispatch
 from ...spec import PageLayout
 from ..engine.automatic import AUTO
 from ..engine.call import RAW_DTYPES
-from ..engine.served import FORMATS, LISTED, PAGE_SIZE, RAW, SCHEME, Format
-
-__all__ = ["AUTO", "FORMATS", "NAMES", "PAGE_SIZE", "RAW", "RAW_DTYPES", "SCHEME", "SHOWN", "Format"]
+from ..engine.served import FORMATS, LISTED, RAW, SCHEME, Format
 
 TAGS = {
     "kvbits_int8": torch.int8,
@@ -58,16 +56,14 @@ def tag_for(form: Format) -> torch.dtype:
     Raises:
         UnsupportedError: more different formats than there are dtypes.
     """
-    same = lambda f: (f.scheme.key, f.scheme.value) == (form.scheme.key, form.scheme.value)  # noqa: E731
-    tag = next((tag for tag, f in _BY_TAG.items() if same(f)), None) or next(
-        (tag for tag in _SPARE_TAGS if tag not in _BY_TAG), None
-    )
-    if tag is None:
+    specs = form.scheme.key, form.scheme.value
+    same = [tag for tag, f in _BY_TAG.items() if (f.scheme.key, f.scheme.value) == specs]
+    if not (tags := same + [tag for tag in _SPARE_TAGS if tag not in _BY_TAG]):
         raise UnsupportedError(
             f"a scheme file with more than {len(_SPARE_TAGS)} formats that are not kvbits dtypes; use fewer"
         )
-    _BY_TAG.setdefault(tag, form)
-    return tag
+    _BY_TAG.setdefault(tags[0], form)
+    return tags[0]
 
 
 def form_of(kv_cache_dtype: str, model_dtype: torch.dtype) -> Format:

@@ -70,17 +70,12 @@ class KVBitsImpl(AttentionImpl):
         self.lends = False  # whether others read this layer's pages
         # then keys and values of the last step, if it had prompts
         self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None
-        kind = current_platform.device_type
-        self._device = (
-            torch.device("cpu")
-            if current_platform.is_cpu()
-            else torch.device(kind, torch.accelerator.current_device_index())
-        )
+        self._device = torch.empty(0, device=current_platform.device_type).device  # with its number
         self._config, self._dtype = config, torch.get_default_dtype()
         self._factors = float(scale), sliding_window, logits_soft_cap or None
         self._logits = sinks  # learned, [Hq] of this rank, loaded later
         self.moments: Moments | None = None
-        self._pages: torch.Tensor | None = None
+        self._pages = torch.empty(0)
         self.pool, self.ring_bytes = Pool(), 0  # of copies; bytes of a request's in this layer
         self.options = options_of(config)
         self._drafts = config.model_config.runner_type == "draft"
@@ -91,11 +86,6 @@ class KVBitsImpl(AttentionImpl):
         forms = layer_formats(config) if kv_cache_dtype == formats.SCHEME and not self._drafts else (form,)
         if any(form and form.calibrated for form in forms):
             calibrated.model_of(config, self._device)
-
-    def take_copies(self) -> None:
-        """Allocate this layer's copies, when it is known how many requests have them."""
-        if self.ring_bytes:
-            self.stored.take_copies(self.pool.count)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.settle()
@@ -190,7 +180,7 @@ class KVBitsImpl(AttentionImpl):
             self.fresh = (key.clone(), value.clone()) if m.prefills else None
         if self.moments is not None and m.positions is not None:
             self.moments.add(query[: m.num_tokens], key[: m.num_tokens], m.positions)
-        if self._pages is None or self._pages.data_ptr() != kv_cache.data_ptr() or len(self._pages) != len(kv_cache):
+        if self._pages.data_ptr() != kv_cache.data_ptr() or len(self._pages) != len(kv_cache):
             # one tensor for all steps, by which kernels on a CPU know what they keep of it
             self._pages = kv_cache.flatten(2)
         self.stored.run(m, query, key, value, output, self._pages, self._target and self._target.stored)

@@ -42,29 +42,20 @@ class Worker:
 
     def kvbits_forget(self) -> None:
         """Drop what warming up has shown."""
-        for impl in self._observing().values():
-            fresh = moments(self.vllm_config, impl.index, impl.num_kv_heads)
-            impl.moments.load(fresh.state())
+        for impl in self._observing():
+            impl.moments = moments(self.vllm_config, impl.index, impl.num_kv_heads)
 
     def kvbits_write(self, folder: str) -> None:
-        """Write the sums of this rank's layers."""
-        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+        """Write the sums of this rank's layers, each to a file."""
+        from vllm.distributed import get_tensor_model_parallel_rank
 
-        tensors = {
-            f"{i}.{name}": x.contiguous()
-            for i, impl in self._observing().items()
-            for name, x in impl.moments.state().items()
-        }
-        write_file(
-            Path(folder) / f"{get_tensor_model_parallel_rank():04}-{get_pp_group().rank_in_group}.safetensors",
-            tensors,
-            {},
-        )
+        for impl in self._observing():
+            tensors = {name: x.contiguous() for name, x in impl.moments.state().items()}
+            write_file(Path(folder) / f"{impl.index}-{get_tensor_model_parallel_rank():04}", tensors, {})
 
-    def _observing(self) -> dict[int, Any]:
+    def _observing(self) -> list[Any]:
         layers = self.vllm_config.compilation_config.static_forward_context.values()
-        impls = [layer.impl for layer in layers if getattr(getattr(layer, "impl", None), "moments", None) is not None]
-        return {impl.index: impl for impl in impls}
+        return [layer.impl for layer in layers if getattr(getattr(layer, "impl", None), "moments", None) is not None]
 
 
 def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> Calibration:
@@ -80,11 +71,10 @@ def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, A
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM, SamplingParams
 
-    longest = max(len(p) for p in prompts)
     given = {
         "enforce_eager": True,
         "block_size": 64,
-        "max_model_len": longest + 1,
+        "max_model_len": max(map(len, prompts)) + 1,
         "max_num_seqs": 8,
         "gpu_memory_utilization": 0.9,
     } | options
@@ -101,16 +91,14 @@ def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, A
         [{"prompt_token_ids": list(p)} for p in prompts],
         SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        llm.collective_rpc("kvbits_write", args=(folder,))
-        parts = [read_file(path)[1] for path in sorted(Path(folder).iterdir())]
     config = llm.llm_engine.vllm_config.model_config.hf_text_config
     layers = layers_of(config)
+    with tempfile.TemporaryDirectory() as folder:
+        llm.collective_rpc("kvbits_write", args=(folder,))
+        parts = [[read_file(x)[1] for x in sorted(Path(folder).glob(f"{i}-*"))] for i in range(len(layers))]
     scheme = schemes.for_layers("klt4", layers)
     static, weak = [], list[str]()
-    for i, layer in enumerate(layers):
-        named = [{name.partition(".")[2]: x for name, x in part.items() if name.startswith(f"{i}.")} for part in parts]
-        seen = [one for one in named if one]
+    for i, (layer, seen) in enumerate(zip(layers, parts, strict=True)):
         if not seen:
             raise CalibrationError(
                 f"layer {i} of {model} is not attended by kvbits' backend; this model cannot be calibrated"

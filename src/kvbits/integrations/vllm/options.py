@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import schemes
-from ...errors import UnsupportedError, unknown
+from ...errors import UnsupportedError
 from ..engine import options as engine
 from ..engine.served import COPIED
-from .formats import FORMATS, NAMES, SCHEME, SHOWN
+from .formats import AUTO, FORMATS, NAMES, SCHEME, SHOWN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,9 @@ class Options(engine.Options):
 
     scheme: str = engine.option("", "the name of a scheme file")
     observe: bool = engine.option(False, "true or false")
-    dtype: str = engine.option("", "the name of a kvbits dtype")
-
-    @property
-    def named(self) -> str | None:
-        """The cache dtype that `dtype` says, or None; an UnsupportedError where there is no such dtype."""
-        name = f"kvbits_{self.dtype.removeprefix('kvbits_')}"
-        if self.dtype and name not in NAMES:
-            raise UnsupportedError(unknown("dtype", name, SHOWN))
-        return name if self.dtype else None
+    dtype: str = engine.option(
+        "", f"a kvbits dtype ({', '.join(SHOWN)})", lambda x: not x or f"kvbits_{x.removeprefix('kvbits_')}" in NAMES
+    )
 
 
 KEY = "kvbits"
@@ -64,11 +58,8 @@ def misspelt(given: Any, asked: bool) -> str | None:
     return None
 
 
-def options_of(vllm_config: Any, copied: int | None = None) -> Options:
+def options_of(vllm_config: Any) -> Options:
     """Return the options of an engine.
-
-    Args:
-        copied: newest tokens that are raw unless users say otherwise; None: as the cache dtype says.
 
     Raises:
         UnsupportedError: unknown or invalid options.
@@ -76,13 +67,11 @@ def options_of(vllm_config: Any, copied: int | None = None) -> Options:
     given = vllm_config.additional_config
     given = given.get(KEY, {}) if isinstance(given, dict) else {}
     dtype = vllm_config.cache_config.cache_dtype
-    drafts = getattr(getattr(vllm_config, "speculative_config", None), "kv_cache_dtype", None)
-    if copied is None:
-        copied = _copied(dtype, given.get("scheme") if isinstance(given, dict) else None)
+    drafts = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
+    copied = _copied(dtype, given.get("scheme") if isinstance(given, dict) else None)
     # Drafts have the target's options, and for a moment its configuration under their own dtype.
-    alone = drafts is None and getattr(getattr(vllm_config, "model_config", None), "runner_type", None) != "draft"
-    found = engine.checked(
-        Options,
+    alone = drafts is None and getattr(vllm_config.model_config, "runner_type", None) != "draft"
+    found = Options.checked(
         given,
         'additional_config["kvbits"]',
         copied,
@@ -101,4 +90,4 @@ def _copied(dtype: str, path: Any) -> int:
     if dtype == SCHEME:
         scheme = schemes.read(path) if isinstance(path, str) and path else None
         return COPIED if scheme is not None and (scheme.needs_calibration or scheme.copies) else 0
-    return FORMATS[dtype].raw_newest if dtype in FORMATS else 0
+    return COPIED if dtype == AUTO else FORMATS[dtype].raw_newest if dtype in FORMATS else 0

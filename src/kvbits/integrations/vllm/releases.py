@@ -71,8 +71,6 @@ CONTRACT = Contract(
         ),
         overrides(f"{_attention}:AttentionBackend.get_supported_kernel_block_sizes", "kv_cache_spec"),
         overrides(f"{_attention}:AttentionBackend.customize_spec", "spec", ends="vllm#42449"),
-        overrides(f"{_attention}:AttentionBackend.supports_attn_type", "attn_type"),
-        overrides(f"{_attention}:AttentionBackend.supports_dtype", "dtype"),
         overrides(
             f"{_attention}:AttentionBackend.supports_combination",
             "head_size dtype kv_cache_dtype block_size use_mla has_sink use_sparse use_mm_prefix device_capability",
@@ -122,7 +120,6 @@ CONTRACT = Contract(
         calls("vllm.model_executor.models.utils:extract_layer_index", "layer_name"),
         calls("vllm.distributed:get_tensor_model_parallel_rank"),
         calls("vllm.distributed:get_tensor_model_parallel_world_size"),
-        calls("vllm.distributed:get_pp_group"),
         calls("vllm.distributed:get_world_group"),
         calls(
             "vllm.v1.attention.backends.fa_utils:get_flash_attn_version",
@@ -195,9 +192,8 @@ def register_dtypes(gone: tuple[str, ...]) -> None:
         from vllm.v1.attention import selector
 
         STR_DTYPE_TO_TORCH_DTYPE.update({name: TAGS.get(name, PLACEHOLDER) for name in NAMES})
-        if not set(NAMES) <= set(typing.get_args(selector.CacheDType)):
-            # what a layer's dtype may be
-            selector.CacheDType = typing.Literal.__getitem__((*typing.get_args(selector.CacheDType), *NAMES))
+        # what a layer's dtype may be
+        selector.CacheDType = typing.Literal.__getitem__((*typing.get_args(selector.CacheDType), *NAMES))
 
 
 def _handler(dtype: str, tag: Any) -> type:

@@ -12,7 +12,8 @@ from ... import schemes
 from ...errors import SpecError, UnsupportedError
 from ...geometry import layer_geometries, layer_places, stored_at
 from ...spec import LayerGeometry, Scheme
-from .formats import PAGE_SIZE, SCHEME, Format, tag_for
+from ..engine.served import PAGE_SIZE
+from .formats import SCHEME, Format, tag_for
 from .options import options_of
 
 logger = logging.getLogger(__name__)
@@ -27,17 +28,7 @@ def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
         UnsupportedError: no file, or formats that pages of vLLM cannot hold.
         SpecError: a file that is not a scheme, or one that was fitted to a different model.
     """
-    config = vllm_config.model_config.hf_text_config
-    found, stored = formats_of(vllm_config), stored_at(config)
-    return tuple(found[stored[i]] if i in stored else None for i in range(len(layer_places(config))))
-
-
-def formats_of(vllm_config: Any) -> tuple[Format | None, ...]:
-    """Return the format of each layer that stores keys and values, or None where it stays raw.
-
-    Raises as `layer_formats` does.
-    """
-    path = options_of(vllm_config).scheme
+    config, path = vllm_config.model_config.hf_text_config, options_of(vllm_config).scheme
     if not path:
         raise UnsupportedError(
             f'--kv-cache-dtype {SCHEME} needs a scheme file: pass --additional-config \'{{"kvbits": {{"scheme":'
@@ -49,7 +40,8 @@ def formats_of(vllm_config: Any) -> tuple[Format | None, ...]:
             f"{transfer.kv_connector} tells pages apart by the name of the dtype, and all scheme files have one name;"
             f" use a dtype of its own, or {INSIDE[0]}"
         )
-    return _layer_formats(path, layer_geometries(vllm_config.model_config.hf_text_config))
+    found, stored = _layer_formats(path, layer_geometries(config)), stored_at(config)
+    return tuple(found[stored[i]] if i in stored else None for i in range(len(layer_places(config))))
 
 
 @functools.lru_cache(maxsize=8)
@@ -69,11 +61,7 @@ def _layer_formats(path: str, layers: tuple[LayerGeometry, ...]) -> tuple[Format
             scheme.num_sink_tokens,
             scheme.residual_length,
         )
-    found = [_format(path, i, scheme, layer, len(layers)) for i, layer in enumerate(layers)]
-    for form in found:
-        if form:
-            tag_for(form)
-    return tuple(found)
+    return tuple(_format(path, i, scheme, layer, len(layers)) for i, layer in enumerate(layers))
 
 
 def _format(path: str, layer: int, of: Scheme, geometry: LayerGeometry, count: int) -> Format | None:
@@ -112,4 +100,5 @@ def _format(path: str, layer: int, of: Scheme, geometry: LayerGeometry, count: i
         why = str(e)
     if why:
         raise UnsupportedError(f"{where}: {why}")
+    tag_for(form)
     return form

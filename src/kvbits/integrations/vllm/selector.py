@@ -78,11 +78,7 @@ def _select(
 
 
 def _require_fit(update_block_size_for_backend: Callable[..., None], platform: Any, vllm_config: Any) -> None:
-    if (
-        vllm_config.model_config is not None
-        and vllm_config.cache_config.cache_dtype in NAMES
-        and (why := _refuses(vllm_config))
-    ):
+    if vllm_config.cache_config.cache_dtype in NAMES and (why := _refuses(vllm_config)):
         raise UnsupportedError(f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}: {why}")
     update_block_size_for_backend(vllm_config)
 
@@ -118,31 +114,26 @@ def _is_ours(backend: Any) -> bool:
 def _make(init: Callable[..., None], layer: Any, *args: Any, attn_backend: Any = None, **options: Any) -> None:
     from vllm.model_executor.layers.attention import Attention
 
-    _forget_other_engines()
-    named = attn_backend is not None and attn_backend.get_name().endswith("_DIFFKV")
-    dropped = named and type(layer) is Attention and _is_asked()
-    init(layer, *args, attn_backend=None if dropped else attn_backend, **options)
-
-
-def _is_asked() -> bool:
-    """Return whether an engine's layers are to have our backend."""
     config = _engine()
-    return config is not None and (
+    _forget_other_engines(config)
+    named = attn_backend is not None and attn_backend.get_name().endswith("_DIFFKV")
+    asked = config is not None and (
         config.cache_config.cache_dtype in NAMES or config.attention_config.backend is releases.backend()
     )
+    dropped = named and asked and type(layer) is Attention
+    init(layer, *args, attn_backend=None if dropped else attn_backend, **options)
 
 
 _last: weakref.ref[Any] | None = None
 
 
-def _forget_other_engines() -> None:
+def _forget_other_engines(config: Any) -> None:
     """Forget the backends of other engines. vLLM keeps those that it selected in a process by heads and dtypes, and
     hybrids with the same ones have another.
     """
     global _last
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
-    config = _engine()
     if config is not None and (_last is None or _last() is not config):
         _cached_get_attn_backend.cache_clear()
         _last = weakref.ref(config)

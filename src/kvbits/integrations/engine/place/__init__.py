@@ -140,7 +140,7 @@ class Places:
 
     Attributes:
         stamps: int32 [num_blocks]: the last step that stored to a block; `step` counts them.
-        previous, starts: int64 and int32 [tokens] as `ops.store` takes them, each None if nobody asks. Pages of a
+        previous, page_starts: int64 and int32 [tokens] as `ops.store` takes them, each None if nobody asks. Pages of a
             row lie at multiples of page_size.
         copies: or None.
     """
@@ -148,13 +148,9 @@ class Places:
     page_size: int
     stamps: torch.Tensor
     previous: torch.Tensor | None
-    starts: torch.Tensor | None
+    page_starts: torch.Tensor | None
     copies: Copies | None
     step: int = 0
-
-    def advance(self) -> None:
-        """Count a step. Stamps have 31 bits, after which numbers start again at 1."""
-        self.step = self.step % (2**31 - 1) + 1
 
     @classmethod
     def empty(
@@ -166,14 +162,14 @@ class Places:
         previous: bool,
         copies: Copies | None,
         device: torch.device,
-        starts: bool = False,
+        page_starts: bool = False,
     ) -> Places:
         before = torch.full((tokens,), -1, dtype=torch.int64, device=device) if previous else None
-        first = torch.zeros(tokens, dtype=torch.int32, device=device) if starts else None
+        first = torch.zeros(tokens, dtype=torch.int32, device=device) if page_starts else None
         return cls(page_size, torch.zeros(num_blocks, dtype=torch.int32, device=device), before, first, copies)
 
 
-def check(
+def begin(
     places: Places,
     seq_lens: torch.Tensor,
     starts: torch.Tensor,
@@ -181,33 +177,36 @@ def check(
     slots: torch.Tensor,
     rings: torch.Tensor | None,
 ) -> None:
-    """Refuse arguments of `place` that do not fit.
+    """Count a step, and refuse arguments of `place` that do not fit. Stamps have 31 bits, after which numbers start
+    again at 1.
 
     Raises:
         DataError: which one, and what it should be.
     """
-    rows = len(seq_lens)
-    given = {"seq_lens": (seq_lens, (rows,)), "starts": (starts, (rows + 1,)), "rings": (rings, (rows,))}
-    if places.copies and rings is None:
-        raise DataError(
-            f"rings must be dense int32 [{rows}] where pages are copied, got None; -1 is a row without copies"
-        )
-    for name, (x, shape) in given.items():
-        if x is not None and (x.dtype != torch.int32 or x.shape != shape or not x.is_contiguous()):
-            raise DataError(f"{name} must be dense int32 {list(shape)}, got {x.dtype} {list(x.shape)}")
-    if table.dtype != torch.int32 or table.dim() != 2 or len(table) < rows or table.stride(1) != 1:
+    rows, int32 = len(seq_lens), torch.int32
+    for name, x, dtype, count in (
+        ("seq_lens", seq_lens, int32, rows),
+        ("starts", starts, int32, rows + 1),
+        ("slots", slots, torch.int64, len(slots)),
+        ("rings (-1: a row without copies)", rings, int32, rows),
+    ):
+        if x is None and not places.copies:
+            continue
+        if x is None or x.dtype != dtype or x.shape != (count,) or not x.is_contiguous():
+            got = x if x is None else f"{x.dtype} {list(x.shape)}"
+            raise DataError(f"{name} must be dense {dtype} [{count}], got {got}")
+    if table.dtype != int32 or table.dim() != 2 or len(table) < rows or table.stride(1) != 1:
         raise DataError(
             f"the block table must be int32 [at least {rows}, pages] with dense rows, got {table.dtype}"
             f" {list(table.shape)}"
         )
-    if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
-        raise DataError(f"slots must be dense int64 [tokens], got {slots.dtype} {list(slots.shape)}")
-    rooms = [("previous", places.previous, slots), ("starts", places.starts, slots)]
+    rooms = [("previous", places.previous, slots), ("page_starts", places.page_starts, slots)]
     if c := places.copies:
         rooms += [("slots", c.formats[0].slots, slots), ("head", c.head, seq_lens)]
     for name, room, x in rooms:
         if room is not None and len(room) < len(x):
             raise DataError(f"{name} has room for {len(room)}, the step has {len(x)}")
+    places.step = places.step % (2**31 - 1) + 1
 
 
 def place(
@@ -230,8 +229,7 @@ def place(
         rings: int32 [rows], each number once: the ring of copies that a row's request owns and writes over; -1, or past
             those that `holds` has room for: none. None where no page is copied.
     """
-    check(places, seq_lens, starts, table, slots, rings)
-    places.advance()
+    begin(places, seq_lens, starts, table, slots, rings)
     n, rows, size = len(slots), len(seq_lens), places.page_size
     lens, begins, blocks, slot, stamps = (x.numpy() for x in (seq_lens, starts, table, slots, places.stamps))
     token = np.arange(n)
@@ -240,8 +238,8 @@ def place(
     block, at, page, newest = slot // size, slot % size, position // size, (lens[row] - 1) // size
     stored = (slot >= 0) & (block < len(stamps)) & (position >= 0) & (page < blocks.shape[1])
     stamps[block[stored]] = places.step
-    if places.starts is not None:
-        places.starts.numpy()[:n] = page.clip(min=0) * size
+    if places.page_starts is not None:
+        places.page_starts.numpy()[:n] = page.clip(min=0) * size
     if places.previous is not None:
         opens = stored & (at == 0) & (page > 0)
         before = np.where(opens, blocks[row, (page - 1).clip(0, blocks.shape[1] - 1)], -1).astype(np.int64)
@@ -250,36 +248,21 @@ def place(
         # page takes its own.
         foreign = inside & (token == begins[row]) & (stamps[np.where(inside, before, 0)] == places.step)
         places.previous.numpy()[:n] = np.where(foreign, -1, before)
-    if places.copies:
-        assert rings is not None  # checked
-        for f in places.copies.formats:
-            _copy(f, size, rings.numpy()[row], block, at, page, newest, stored)
-        _read(places.copies, size, lens, blocks)
-
-
-def _copy(
-    c: Copied,
-    size: int,
-    ring: np.ndarray,
-    block: np.ndarray,
-    at: np.ndarray,
-    page: np.ndarray,
-    newest: np.ndarray,
-    stored: np.ndarray,
-) -> None:
-    """Fill in which tokens [n] are kept in a format, and where."""
-    where, holds = c.where.numpy(), c.holds.numpy()
-    stored = stored & (block > 0)
-    is_first = c.first & (page == 0)
-    kept = stored & (is_first | (page > newest - c.newest))
-    copy = ring * c.pages + np.where(is_first, c.newest, page % c.newest)
-    kept &= (ring >= 0) & (copy < len(holds))
-    where[block[stored & ~kept]] = -1
-    opened = kept & (at == 0)
-    holds[copy[opened]] = block[opened]
-    where[block[opened]] = copy[opened]
-    copy = c.of_blocks(torch.from_numpy(np.where(kept, block, 0))).numpy()
-    c.slots.numpy()[: len(ring)] = np.where(copy >= 0, copy * size + at, -1)
+    if places.copies is None or rings is None:
+        return
+    ring, stored = rings.numpy()[row], stored & (block > 0)
+    for c in places.copies.formats:  # which tokens are kept in a format, and where
+        where, holds = c.where.numpy(), c.holds.numpy()
+        is_first = c.first & (page == 0)
+        copy = ring * c.pages + np.where(is_first, c.newest, page % c.newest)
+        kept = stored & c.wanted(page, newest) & (ring >= 0) & (copy < len(holds))
+        where[block[stored & ~kept]] = -1
+        opened = kept & (at == 0)
+        holds[copy[opened]] = block[opened]
+        where[block[opened]] = copy[opened]
+        copy = c.of_blocks(torch.from_numpy(np.where(kept, block, 0))).numpy()
+        c.slots.numpy()[:n] = np.where(copy >= 0, copy * size + at, -1)
+    _read(places.copies, size, lens, blocks)
 
 
 def _read(c: Copies, size: int, lens: np.ndarray, blocks: np.ndarray) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ....errors import UnsupportedError
 from ....ops.cuda.engine.runtime import driver
 from ....ops.cuda.engine.runtime.compile import Source
-from . import MOST_FORMATS, Places, check
+from . import MOST_FORMATS, Places, begin
 
 THREADS = 512
 
@@ -58,18 +60,19 @@ def source() -> Source:
 
 
 @functools.lru_cache(maxsize=16)
-def _load(device_index: int) -> driver.Kernel:
-    return driver.load(source(), "place", device_index)
-
-
-def refuses(device: torch.device) -> str | None:
-    """Return why steps on this device are not placed here, or None."""
-    return driver.refuses(device)
+def _load(device: torch.device) -> driver.Kernel:
+    return driver.load(source(), "place", -1 if device.index is None else device.index)
 
 
 def prepare(device: torch.device) -> None:
-    """Compile and load what `place` launches."""
-    _load(-1 if device.index is None else device.index)
+    """Compile and load what `place` launches.
+
+    Raises:
+        UnsupportedError: a device that runs no kernel.
+    """
+    if why := driver.refuses(device):
+        raise UnsupportedError(f"pages on {device} are not placed: {why}")
+    _load(device)
 
 
 def place(
@@ -81,17 +84,10 @@ def place(
     rings: torch.Tensor | None = None,
 ) -> None:
     """Launch the kernel that fills `places`, without waiting."""
-    check(places, seq_lens, starts, table, slots, rings)
-    places.advance()
+    begin(places, seq_lens, starts, table, slots, rings)
+    given = {"seq_lens": seq_lens, "starts": starts, "table": table, "slots": slots, "rings": rings}
     args = _Args(
-        seq_lens=seq_lens.data_ptr(),
-        starts=starts.data_ptr(),
-        table=table.data_ptr(),
-        slots=slots.data_ptr(),
-        stamps=places.stamps.data_ptr(),
-        rings=None if rings is None else rings.data_ptr(),
-        previous=None if places.previous is None else places.previous.data_ptr(),
-        page_starts=None if places.starts is None else places.starts.data_ptr(),
+        **_pointers(given | vars(places)),
         table_stride=table.stride(0),
         rows=len(seq_lens),
         tokens=len(slots),
@@ -102,13 +98,15 @@ def place(
     )
     if (c := places.copies) is not None:
         args.room, args.num_formats = len(c.head), len(c.formats)
-        for name in ("packed", "head", "head_table"):
-            setattr(args, name, getattr(c, name).data_ptr())
+        for name, pointer in _pointers(vars(c)).items():
+            setattr(args, name, pointer)
         for i, f in enumerate(c.formats):
-            pointers = {n: getattr(f, n).data_ptr() for n in ("where", "holds", "slots", "tail", "table")}
             args.formats[i] = _Copied(
-                **pointers, num_copies=len(f.holds), newest=f.newest, first=int(f.first), pages=f.pages
+                **_pointers(vars(f)), num_copies=len(f.holds), newest=f.newest, first=int(f.first), pages=f.pages
             )
-    _load(-1 if slots.device.index is None else slots.device.index).launch(
-        1, THREADS, args, torch.cuda.current_stream(slots.device).cuda_stream
-    )
+    _load(slots.device).launch(1, THREADS, args, torch.cuda.current_stream(slots.device).cuda_stream)
+
+
+def _pointers(found: dict[str, Any]) -> dict[str, int]:
+    """Return the address of each tensor among these values; a pointer that is not given is null."""
+    return {name: x.data_ptr() for name, x in found.items() if isinstance(x, torch.Tensor)}
