@@ -224,7 +224,7 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
     )
     options = {"dtype": name} if name not in ("vllm", "raw") else {}
     if args.dummy:
-        config |= {"load_format": "dummy"}
+        config |= {"load_format": "dummy", "skip_tokenizer_init": True}
         calibration = Path(tempfile.mkdtemp()) / "random.safetensors"
         if options and calibrated_at_random(args.model, name, calibration):
             options["calibration"] = str(calibration)
@@ -235,7 +235,6 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
     llm = LLM(
         model=str(args.model),
         dtype=args.dtype,
-        skip_tokenizer_init=True,
         max_model_len=length,
         max_num_seqs=batch,
         max_num_batched_tokens=2048,
