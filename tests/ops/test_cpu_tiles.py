@@ -7,13 +7,23 @@ from __future__ import annotations
 import pytest
 import torch
 from nightly import at_night
-from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, TILE_TIERS, assert_close, needs_library, random_call, specs_of
+from ops.cpu_cases import (
+    FORMATS,
+    NOISE,
+    OTHERWISE,
+    RAW,
+    TIERS,
+    TILE_TIERS,
+    assert_close,
+    needs_library,
+    random_call,
+    specs_of,
+)
 
 from kvbits import schemes
 from kvbits.ops.cpu import attend, library
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
-OTHERWISE = {"amx": "avx512", "amx_emulated": "generic"}
 PRESETS = ("raw", "int8_centered", "int8", "int4", "kivi4", "klt4", "klt3", "klt2")
 
 pytestmark = needs_library
