@@ -6,6 +6,7 @@
     python benchmarks/bench_attend_cpu.py --threads 2           wall time, on an idle machine or under `chrt -f 50`
     python benchmarks/bench_attend_cpu.py --chunks 32,128,512   chunks of a prompt over a history, beside torch's SDPA:
                                                                 what `kvbits bench` times
+    python benchmarks/bench_attend_cpu.py --shapes 32/8/128/8192/8 --prefix 8192   sequences that share pages
 
 Every candidate is checked against float64 on its dequantized values first, rotates over layers of at least 130 MB so
 that K and V come from memory, and takes turns with the others round by round. A plain read of 512 MB in the same rounds
@@ -101,6 +102,7 @@ parser.add_argument("--formats", default="", help=f"with commas, of {', '.join(F
 parser.add_argument(
     "--chunks", default="", help="query tokens, several with commas; the history of each shape is one sequence's"
 )
+parser.add_argument("--prefix", type=int, default=0, help="first tokens whose pages all sequences of a batch share")
 parser.add_argument("--rounds", type=int, default=40)
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--tier", help="force an instruction set")
@@ -133,12 +135,13 @@ def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -
     scheme = schemes.get(name, head_dim=d) if name in PRESETS else FORMATS[name]
     key, value, size = scheme.key, scheme.value, scheme.page_size
     layout = PageLayout(key=key, value=value, page_size=size, num_kv_heads=h, head_dim=d)
-    pages = tokens // size * batch
+    per, shared = tokens // size, args.prefix // size
+    own = per - shared
+    pages = shared + batch * own
     nbytes = pages * layout.page_size_bytes
     layers = -(-ROTATE_BYTES // nbytes) + 1
     slab = huge(layers, pages, h, layout.head_bytes, dtype=torch.uint8)
     k, v = (torch.randn(256, h, size, d).bfloat16() for _ in range(2))
-    per = tokens // size
     static = speed.made_up(layout, torch.device("cpu"))
     close = close_reference.close if close_cpu.refuses(k, PageStore(layout, (slab[0],), static)) else close_cpu.close
     for i in range(layers):
@@ -149,13 +152,16 @@ def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -
         for first in range(0, pages, 256):
             n = min(256, pages - first)
             ids = np.random.permutation(np.arange(first, first + n))
-            close(k[:n], v[:n], store, ids, starts=ids % per * size)
+            of_sequence = np.where(ids < shared, ids, shared + (ids - shared) % max(own, 1))
+            close(k[:n], v[:n], store, ids, starts=of_sequence * size)
     q = torch.randn(batch, 1, hq, d).bfloat16()
     plan = attend.plan([layout], batch_size=batch, num_q_heads=hq, dtype=q.dtype, device="cpu", backend="cpu")
     stores = [PageStore(layout, (slab[i],), static) for i in range(layers)]
     for i, store in enumerate(stores):
         plan.bind(i, [store])
-    table = Table(torch.arange(pages, dtype=torch.int32).view(batch, per), torch.full((batch,), tokens).int())
+    every = torch.arange(pages, dtype=torch.int32)
+    read = torch.cat([every[:shared].expand(batch, -1), every[shared:].view(batch, own)], 1)
+    table = Table(read, torch.full((batch,), tokens).int())
     plan.update([table])
     out = plan.run(q, 0, out=torch.empty(batch, 1, hq, d))
     want, _ = exact(q, stores[:1], [table])
@@ -263,6 +269,7 @@ facts = {
     "time": "cpu" if args.threads == 1 else "wall",
     "tier": library.tier(),
     "load": os.getloadavg()[0],
+    "prefix": args.prefix,
 }
 if args.chunks:
     found = []

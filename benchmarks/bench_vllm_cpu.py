@@ -9,9 +9,9 @@ tests/integrations/run_vllm_cpu.sh).
 vLLM's operators on a bf16 cache, then each format as the plugin calls it, in interleaved rounds. Outputs are checked
 first against dense attention in float32. `decode` runs engines of a model on disk, vLLM's own and one of each format
 (`raw`: kvbits' kernels on 16 or 32 bits), each in a process of its own with as many threads, one after the other:
-prompts of random tokens, the first token of the first of them, then the median of the steps in which all sequences
-decode, and the process's largest resident memory, its cache no larger than the sequences. Prints a JSON line, `decode`
-one a case; a case that FILE has is not run again.
+prompts of random tokens, the first token of the first of them, the time from the last token but one of these to the
+last, then the median of the steps in which all sequences decode, and the process's largest resident memory, its cache no
+larger than the sequences. Prints a JSON line, `decode` one a case; a case that FILE has is not run again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -177,6 +178,39 @@ def attention(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
     ]
 
 
+def calibrated_at_random(model: Path, name: str, to: Path) -> bool:
+    """Write a calibration of random bases for a model that has no weights. Return False for a format without one."""
+    from transformers import AutoConfig
+
+    from kvbits import schemes
+    from kvbits.calibrate import Calibration
+    from kvbits.calibrate.calibration import fingerprint
+    from kvbits.evaluate.speed import made_up
+    from kvbits.geometry import layer_geometries
+    from kvbits.spec import PageLayout
+
+    config = AutoConfig.from_pretrained(model)
+    layers = layer_geometries(config)
+    scheme = schemes.for_layers(name, layers)
+    if not scheme.needs_calibration:
+        return False
+    static = []
+    for i, g in enumerate(layers):
+        key, value = scheme.for_layer(i, len(layers))
+        layout = PageLayout(
+            key=key,
+            value=value,
+            page_size=scheme.page_size,
+            num_kv_heads=g.num_kv_heads,
+            head_dim=g.head_dim,
+            value_head_dim=g.value_head_dim,
+        )
+        made = made_up(layout, torch.device("cpu"))
+        static.append({name: made[name] for name in ("k_basis", "k_mean")})
+    Calibration(static, fingerprint(config, scheme), {"scheme": name, "model": model.name}).save(to)
+    return True
+
+
 def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any]:
     """Steps of one engine, in this process.
 
@@ -188,7 +222,13 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
     config: dict[str, Any] = (
         {"block_size": BLOCK} if name == "vllm" else {"block_size": 64, "attention_backend": "KVBITS"}
     )
-    config |= {"additional_config": {"kvbits": {"dtype": name}}} if name not in ("vllm", "raw") else {}
+    options = {"dtype": name} if name not in ("vllm", "raw") else {}
+    if args.dummy:
+        config |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        calibration = Path(tempfile.mkdtemp()) / "random.safetensors"
+        if options and calibrated_at_random(args.model, name, calibration):
+            options["calibration"] = str(calibration)
+    config |= {"additional_config": {"kvbits": options}} if options else {}
     config |= (
         {"kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}} if args.filled else {}
     )
@@ -224,7 +264,8 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
         elif new:
             prompts.append(now - began)
     found = {"step_s": statistics.median(steps), "tokens_per_s": batch / statistics.median(steps), "steps": len(steps)}
-    found |= {} if args.filled else {"first_token_s": prompts[1], "prompts_s": prompts[-1]}
+    if not args.filled:
+        found |= {"first_token_s": prompts[1], "prompts_s": prompts[-1], "last_prompt_s": prompts[-1] - prompts[-2]}
     return found | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
@@ -245,6 +286,7 @@ def decode(args: argparse.Namespace, threads: int) -> None:
             "cache": name,
             "tokens": args.tokens,
             "filled": args.filled,
+            "dummy": args.dummy,
         }
         if same := [row for row in known if case.items() <= row.items()]:
             known.remove(same[0])
@@ -272,6 +314,11 @@ def main() -> None:
         "--filled",
         action="store_true",
         help="decode behind prompts that vLLM's DecodeBenchConnector makes up instead of computing them",
+    )
+    parser.add_argument(
+        "--dummy",
+        action="store_true",
+        help="weights and calibrations are random numbers: MODEL needs config.json alone",
     )
     args = parser.parse_args()
     threads = torch.get_num_threads()

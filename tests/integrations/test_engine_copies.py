@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from nightly import at_night
-from ops.cpu_cases import static_params
+from ops.cpu_cases import OTHERWISE, TILE_TIERS, static_params
 from ops.cuda_cases import relative_error
 
 from kvbits.errors import UnsupportedError
@@ -24,6 +24,7 @@ from kvbits.integrations.engine.rings import Rings
 from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE, Ring
 from kvbits.integrations.engine.step import Steps
 from kvbits.ops import dispatch, store
+from kvbits.ops.cpu import library
 from kvbits.ops.reference.attend import PageList, judge
 from kvbits.ops.types import PageStore
 from kvbits.quant.basis import for_copies
@@ -76,7 +77,7 @@ class Engine:
         self, form: str, count: int, *, unpacks=False, window=None, drafts=0, options=OPTIONS, way="reference"
     ) -> None:
         self.device = torch.device("cuda" if way == "gpu" else "cpu")
-        self.dtype = torch.bfloat16 if way == "gpu" else torch.float32
+        self.dtype = torch.bfloat16 if way in ("gpu", "tiles") else torch.float32
         layout = FORMATS[form].layout(HEADS, D, D, str(self.dtype)[6:])
         torch.manual_seed(0)
         self.static = static_params(layout.key, layout.value, HEADS, D)
@@ -237,6 +238,27 @@ def check(make, engine: Engine, r: Request, out: torch.Tensor, read_from=None) -
     for i in range(1 + len(engine.call.rings)):
         if any(named(page) != i for page in pages):
             assert relative_error(out.cpu(), engine.want(r, len(out), lambda _, i=i: i)) > 10 * make.limit
+
+
+@pytest.mark.parametrize("tier", TILE_TIERS)
+def test_prompts_of_an_engine_read_their_history_in_tiles(tier):
+    """A chunk of a prompt is near to float64, and has other bits than by the tier without tiles. A single row that
+    decodes has the same.
+    """
+    before, found = library.tier(), []
+    try:
+        for name in (tier, OTHERWISE[tier]):
+            library.set_tier(name)
+            engine = Engine("kvbits_int4", 1, way="tiles")
+            r = engine.request()
+            engine.step((r, 400))
+            chunk = engine.step((r, 40))[0]
+            assert relative_error(chunk, engine.want(r, 40, engine.by_scheme(r))) < 1e-2
+            found.append((chunk, engine.step((r, 1))[0]))
+    finally:
+        library.set_tier(before)
+    (tiles, alone), (vectors, same) = found
+    assert not torch.equal(tiles, vectors) and torch.equal(alone, same)
 
 
 FORMS = ["kvbits_klt2", "kvbits_klt3", "kvbits_klt4", "kvbits_int4"]

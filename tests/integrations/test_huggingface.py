@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from nightly import at_night
+from ops.cpu_cases import OTHERWISE, TILE_TIERS
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from kvbits import PrefixStore, schemes
@@ -20,6 +21,7 @@ from kvbits.cache.pool import allocate_slab
 from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError, SpecError, UnsupportedError
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.masks import CACHE_NAMES, cache_among, name_for, passed
+from kvbits.ops.cpu import library
 from kvbits.spec import CacheSpec, LayerGeometry
 
 SMALL = {
@@ -600,3 +602,23 @@ def test_generate_asks_the_cache_by_either_name(name, monkeypatch):
     monkeypatch.setattr(KVCache, "enter_pass", lambda self: entered.append(self))
     model.generate(**inputs, **{name: cache}, max_new_tokens=3, do_sample=False)
     assert len(entered) >= 3 and set(map(id, entered)) == {id(cache)}
+
+
+@pytest.mark.parametrize("tier", TILE_TIERS)
+def test_chunks_read_their_history_in_tiles(tier):
+    """Logits of a chunk have other bits than by the tier without tiles, and are near to those. Single tokens have the same."""
+    model = tiny("llama", head_dim=32, num_attention_heads=8).bfloat16()
+    ids = torch.randint(2, 97, (1, 300), generator=torch.Generator().manual_seed(1))
+    before, found = library.tier(), []
+    try:
+        for name in (tier, OTHERWISE[tier]):
+            library.set_tier(name)
+            cache = KVCache.for_model(model, "int4")
+            with torch.no_grad():
+                found.append([model(x, **passed(model, cache)).logits for x in ids.split([280, 1, 19], 1)])
+    finally:
+        library.set_tier(before)
+    (*alone, chunk), (*same, other) = found
+    assert all(map(torch.equal, alone, same))
+    assert not torch.equal(chunk, other)
+    assert (chunk - other).norm() < 0.1 * other.norm()

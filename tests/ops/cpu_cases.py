@@ -41,6 +41,8 @@ def _runnable_tiers() -> list[str]:
 
 TIERS = _runnable_tiers() if library.unavailable() is None else []
 TILE_TIERS = [name for name in TIERS if name in ("amx", "amx_emulated")]
+OTHERWISE = {"amx": "avx512", "amx_emulated": "generic"}
+"""The tier that serves what tiles do not."""
 VECTOR_TIERS = [name for name in TIERS if name not in TILE_TIERS]
 """Tiers whose kernels are their own. Those of TILE_TIERS leave to one of these what is not served in tiles."""
 RAW = QuantSpec.raw()

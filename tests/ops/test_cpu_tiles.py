@@ -7,13 +7,23 @@ from __future__ import annotations
 import pytest
 import torch
 from nightly import at_night
-from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, TILE_TIERS, assert_close, needs_library, random_call, specs_of
+from ops.cpu_cases import (
+    FORMATS,
+    NOISE,
+    OTHERWISE,
+    RAW,
+    TIERS,
+    TILE_TIERS,
+    assert_close,
+    needs_library,
+    random_call,
+    specs_of,
+)
 
 from kvbits import schemes
 from kvbits.ops.cpu import attend, library
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
-OTHERWISE = {"amx": "avx512", "amx_emulated": "generic"}
 PRESETS = ("raw", "int8_centered", "int8", "int4", "kivi4", "klt4", "klt3", "klt2")
 
 pytestmark = needs_library
@@ -248,6 +258,26 @@ def test_sequences_that_share_pages(tiles, name, threads, window, tokens):
         torch.set_num_threads(before)
     assert_close(first, case.exact(), noise_of(scheme.key, scheme.value))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_sequences_share_pages_once_their_rows_are_enough(tiles, name):
+    """Eight sequences of four rows share, and three do not: what they read alone is the other tier's, bit by bit."""
+    scheme = schemes.get(name, head_dim=64)
+    case = random_call(scheme.key, scheme.value, group=4, tokens=1, batch=11, page_size=scheme.page_size, pages=14)
+    share(case, 0, list(range(8)), 3)
+    share(case, 0, [8, 9, 10], 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = case.attend("cpu")
+        library.set_tier(OTHERWISE[tiles])
+        alone = case.attend("cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert_close(found, case.exact(), noise_of(scheme.key, scheme.value))
+    same = (found[0] == alone[0]).flatten(1).all(1)
+    assert not same[:8].any() and same[8:].all()
 
 
 def test_more_sequences_than_a_tile_has_room_for(tiles):

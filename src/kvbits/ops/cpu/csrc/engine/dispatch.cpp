@@ -153,7 +153,7 @@ const char* kvbits_amx_refusal(void) { return refuse_amx(); }
 
 const char* kvbits_attend_refusal(const kvbits_attend_call* call, const char** name) {
   const TierKernels* tier = active_tier();
-  const char* why = tier && tier->refuses ? tier->refuses(call) : nullptr;
+  const char* why = tier && tier->refuses ? tier->refuses(call, rows_of_sequence(*call)) : nullptr;
   *name = !tier ? "" : why ? tier->otherwise->name : tier->name;
   return why;
 }

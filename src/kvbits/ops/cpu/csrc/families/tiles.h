@@ -329,10 +329,9 @@ static const char* refuse_tensor(const kvbits_tensor& t, int d) {
   return nullptr;
 }
 
-static const char* refuse_tiles(const kvbits_attend_call* call) {
+static const char* refuse_tiles(const kvbits_attend_call* call, int rows) {
   const int least = call->min_tile_rows ? call->min_tile_rows : MIN_TILE_ROWS;
-  if (call->num_tokens * (call->num_heads / call->num_kv_heads) < least)
-    return "fewer than 32 query rows share a kv head";
+  if (rows < least) return "fewer than 32 query rows share a kv head, unless sequences share pages";
   if (call->head_dim % TILE_DEPTH || call->value_head_dim % TILE_DEPTH) return "head_dim is not a multiple of 32";
   for (int i = 0; i < call->num_parts; i++) {
     const kvbits_store& s = *call->parts[i].store;

@@ -1,7 +1,7 @@
 // Plans an attention call: checks every index, cuts it into items of about equal bytes, runs them, merges splits.
 //
-// Where a tier attends in tiles, sequences that begin with the same pages read them together: an item then has the rows
-// of all of them, and the group of each has it among its pieces.
+// Where a tier attends in tiles, sequences that begin with the same pages read them together once their rows are enough
+// for tiles: an item then has the rows of all of them, and the group of each has it among its pieces.
 //
 // The cut depends on the call and on the number of threads, never on who runs what: the same call gives the same bits.
 // The last item of a group to finish merges the group, in fixed order.
@@ -31,7 +31,7 @@ struct Group {  // the items that make up the same output rows
 
 struct Work {
   AttendPlan plan;
-  const TierKernels* tier;
+  const TierKernels* tiers[2];  // of items that a sequence reads alone, and of others
   std::vector<AttendItem> items;
   std::vector<int32_t> sequences;  // of the items, cluster by cluster
   std::vector<int64_t> group_of;   // item -> group of its first sequence, -1 for items that are the whole answer
@@ -108,8 +108,8 @@ int64_t shared_pages(const kvbits_table& t, int lead, int b, int64_t most) {
   return n;
 }
 
-// All sequences, of which `most` at a time are read together where they share pages of the longest part.
-std::vector<Cluster> clusters(const kvbits_attend_call& call, int most) {
+// All sequences, of which `least` to `most` at a time are read together where they share pages of the longest part.
+std::vector<Cluster> clusters(const kvbits_attend_call& call, int least, int most) {
   int longest = 0;
   for (int p = 1; p < call.num_parts && most > 1; p++)
     if (part_bytes(call, p) > part_bytes(call, longest)) longest = p;
@@ -120,9 +120,10 @@ std::vector<Cluster> clusters(const kvbits_attend_call& call, int most) {
     Cluster c{{lead}, std::vector<int64_t>(call.num_parts, 0)};
     for (int b = lead + 1; b < call.batch && static_cast<int>(c.members.size()) < most; b++) {
       if (taken[b] || !shared_pages(*call.parts[longest].table, lead, b, 1)) continue;
-      taken[b] = true;
       c.members.push_back(b);
     }
+    if (static_cast<int>(c.members.size()) < least) c.members.resize(1);
+    for (const int32_t b : c.members) taken[b] = true;
     for (int p = 0; p < call.num_parts && c.members.size() > 1; p++) {
       const kvbits_table& t = *call.parts[p].table;
       c.shared[p] = t.indptr[lead + 1] - t.indptr[lead];
@@ -196,14 +197,19 @@ void add_items(Work& w, const std::vector<Share>& shares, const Cluster& c, cons
   }
 }
 
-void build(Work& w, int threads) {
+void build(Work& w, const TierKernels* best, int threads) {
   const kvbits_attend_call& call = *w.plan.call;
+  auto refuses = [&](int rows) { return best->refuses && best->refuses(&call, rows); };
+  w.tiers[0] = refuses(rows_of_sequence(call)) ? best->otherwise : best, w.tiers[1] = best;
   const int group = call.num_heads / call.num_kv_heads;
-  const int item_rows = w.tier->item_rows, tokens = group >= item_rows ? 1 : item_rows / group;
+  const int item_rows = w.tiers[0]->item_rows, tokens = group >= item_rows ? 1 : item_rows / group;
   const int row_blocks = (call.num_tokens + tokens - 1) / tokens;
   const int rows_each = (call.num_tokens < tokens ? call.num_tokens : tokens) * group;
-  const bool in_tiles = w.tier->refuses, together = in_tiles && row_blocks == 1 && rows_each;
-  const std::vector<Cluster> found = clusters(call, together ? item_rows / rows_each : 1);
+  int least = 1, most = 1;
+  if (best->refuses && row_blocks == 1 && rows_each) most = std::min(best->item_rows / rows_each, call.batch);
+  if (most > 1 && refuses(most * rows_each)) most = 1;
+  while (least < most && refuses(least * rows_each)) least++;
+  const std::vector<Cluster> found = clusters(call, least, most);
   auto passes = [&](size_t members) { return (static_cast<int64_t>(members) * rows_each + 7) / 8; };
   std::vector<std::vector<Range>> shared, own;  // of each cluster; of each of its members
   int64_t work = 0;
@@ -275,8 +281,9 @@ void merge(const Work& w, const Group& g) {
 
 void run_item(void* context, int64_t i, int64_t next, void* scratch) {
   Work& w = *static_cast<Work*>(context);
-  w.tier->attend_item(&w.plan, &w.items[i], next < 0 ? nullptr : &w.items[next], scratch);
-  for (int64_t g = w.group_of[i], k = 0; g >= 0 && k < w.items[i].num_sequences; g++, k++)
+  const AttendItem& item = w.items[i];
+  w.tiers[item.num_sequences > 1]->attend_item(&w.plan, &item, next < 0 ? nullptr : &w.items[next], scratch);
+  for (int64_t g = w.group_of[i], k = 0; g >= 0 && k < item.num_sequences; g++, k++)
     if (w.left[g].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(w, w.groups[g]);
 }
 
@@ -285,12 +292,14 @@ void run_item(void* context, int64_t i, int64_t next, void* scratch) {
 extern "C" int32_t kvbits_attend(const kvbits_attend_call* call) {
   if (const int32_t bad = check(*call)) return bad;
   try {
-    Work w{{call, nullptr}, active_tier(), {}, {}, {}, {}, {}, nullptr};
-    if (!w.tier) return KVBITS_NO_TIER;
-    if (w.tier->refuses && w.tier->refuses(call)) w.tier = w.tier->otherwise;
+    const TierKernels* best = active_tier();
+    if (!best) return KVBITS_NO_TIER;
+    Work w{{call, nullptr}, {}, {}, {}, {}, {}, {}, nullptr};
     const int threads = call->num_threads > 0 ? call->num_threads : pool_available_threads();
-    build(w, threads);
-    if (!pool_run(threads, static_cast<int64_t>(w.items.size()), w.tier->scratch_bytes, run_item, &w))
+    build(w, best, threads);
+    size_t scratch = 0;
+    for (const AttendItem& item : w.items) scratch = std::max(scratch, w.tiers[item.num_sequences > 1]->scratch_bytes);
+    if (!pool_run(threads, static_cast<int64_t>(w.items.size()), scratch, run_item, &w))
       return KVBITS_NO_MEMORY;
   } catch (const std::bad_alloc&) {
     return KVBITS_NO_MEMORY;

@@ -25,6 +25,11 @@ constexpr int MAX_QUERY_GROUP = 64;
 // Query rows that share one pass over the pages: their state (1 to 3 KB each) stays in the L2 cache.
 constexpr int ITEM_ROWS = 64;
 
+// Query rows of a kv head and a sequence.
+static inline int rows_of_sequence(const kvbits_attend_call& call) {
+  return call.num_tokens * (call.num_heads / call.num_kv_heads);
+}
+
 static inline int64_t partial_stride(int head_dim) { return (head_dim + 2 + 15) / 16 * 16; }
 
 struct PageKernels;
@@ -37,9 +42,9 @@ struct TierKernels {
   void (*attend_item)(const AttendPlan* plan, const AttendItem* item, const AttendItem* next, void* scratch);
   const PageKernels* pages;
   int item_rows = ITEM_ROWS;  // most query rows of an item
-  // Why a call is left to the tier `otherwise`, or null; a tier without it takes every call. A tier with it attends in
-  // tiles, whose items may have the rows of several sequences.
-  const char* (*refuses)(const kvbits_attend_call* call) = nullptr;
+  // Why items of so many query rows are left to the tier `otherwise`, or null; a tier without it takes every call. A tier
+  // with it attends in tiles, whose items may have the rows of several sequences.
+  const char* (*refuses)(const kvbits_attend_call* call, int rows) = nullptr;
   const TierKernels* otherwise = nullptr;
 };
 
