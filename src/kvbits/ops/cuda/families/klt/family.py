@@ -32,9 +32,10 @@ MOST_WARPS = 11
 """Consumer warps, where memory has room. 8 x 32,768 tokens took 72.9 us with 11 and 77.8 with 7 (klt2), 86.6 and 89.8
 (klt3).
 """
-
-LEAST_CHUNK = 32
-"""Tokens of a chunk, at least: those of a step."""
+MOST_WARPS_BESIDE = 7
+"""The same where newest tokens are read from finer copies, whose pages want larger slots. Over eleven with slots for
+half a page of copies, seven took 0.94 (klt2) and 0.92 (klt3) of the time, the geometric mean of six shapes on an H200.
+"""
 
 
 class Klt(Family):
@@ -61,20 +62,19 @@ class Klt(Family):
         ask = dataclasses.replace(ask, fold=ask.fold and all(map(_bytes_fit, layouts)))
         raw_joins = ask.raw and d * ask.cols <= 2048
         least = 4 * d * RAW_TOKENS[-1] if raw_joins else 0
-        chunks = (
-            [chunk] if ask.beside is None else [chunk, _chunk_beside(ask.beside, max(least, _bytes(layout, chunk)))]
-        )
+        chunks = list(map(shape.chunk_tokens, layouts))
         slot = -(-max(least, *map(_bytes, layouts, chunks)) // 128) * 128
         raw_tokens = next(n for n in RAW_TOKENS if 4 * d * n <= slot) if raw_joins else RAW_TOKENS[0]
         # with the producer and those that make queries 16 or 12 warps, and 7 where registers are needed
         large = d * ask.cols > 128 * 8
+        most_warps = 4 if large else MOST_WARPS if ask.beside is None else MOST_WARPS_BESIDE
         steps = max(map(_key_steps, layouts))
         units = [1 if large or n % 64 else 2 for n in chunks]
         makers, most_tiles = _makers(d)
         for tiles in range(most_tiles, 0, -1):  # fewer only where no other shape fits
             own_bytes = functools.partial(_frame_ring_bytes, d, steps, makers=makers, tiles=tiles, fold=ask.fold)
             chosen = shape.fitting(  # more than two slots were no faster, and merging wants the room
-                ask, slot, chunk, units[0], 4 if large else MOST_WARPS, deep=False, own_bytes=own_bytes
+                ask, slot, chunk, units[0], most_warps, deep=False, own_bytes=own_bytes
             )
             ring = shape.ring_bytes(ask, chosen, slot) + own_bytes(chosen.warps)
             mergers = _mergers(chosen.warps, ask.fold)
@@ -115,7 +115,8 @@ class Klt(Family):
             and all(getattr(layout, x) == getattr(other, x) for x in sizes)
             and layout.value.basis == other.value.basis
             and not any(_refuses_attention(x, 1) for x in (layout, other))
-            and len(shape.pieces_of(layout, shape.chunk_tokens(layout))) + len(shape.pieces_of(other, LEAST_CHUNK))
+            and len(shape.pieces_of(layout, shape.chunk_tokens(layout)))
+            + len(shape.pieces_of(other, shape.chunk_tokens(other)))
             <= shape.MAX_PIECES
         )
 
@@ -204,13 +205,6 @@ def _bytes_fit(layout: PageLayout) -> bool:
 def _bytes(layout: PageLayout, tokens: int) -> int:
     """Count the bytes of a chunk of so many tokens."""
     return shape.used_bytes(shape.chunk_layout(layout, tokens))
-
-
-def _chunk_beside(layout: PageLayout, room: int) -> int:
-    """Return the tokens of a chunk of a kernel's second format: as many as the slots of the first have room for."""
-    most = shape.chunk_tokens(layout)
-    sizes = (n for n in (most, 128, 64) if n <= most and most % n == 0)
-    return next((n for n in sizes if _bytes(layout, n) <= room), LEAST_CHUNK)
 
 
 def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> dict[str, int]:
