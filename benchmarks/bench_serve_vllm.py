@@ -159,7 +159,10 @@ def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, capt
     if not torch.cuda.is_available():
         import vllm_cpu
 
-        options |= {"attention_backend": "KVBITS"} if args.kv_cache_dtype == "bf16" else {}
+        raw = {"attention_backend": "KVBITS"} if args.kv_cache_dtype == "bf16" else {}
+        options |= raw
+        if "speculative_config" in more:  # a draft model's backend is asked for by itself
+            more["speculative_config"] = more["speculative_config"] | raw
         return vllm_cpu.engine(model, **(options | more | given))
     from vllm import LLM
 
@@ -543,6 +546,7 @@ def run_drafts(args: argparse.Namespace) -> None:
         llm = engine(args, max(c for _, c in shapes) + args.answer + 8, most, captured, disable_log_stats=False, **more)
         for batch, context in shapes:
             texts = windows(args.model, args.text, batch, context)
+            continued(llm, texts, args.answer)  # compiles what the first steps of a shape run
             before = accepted_of(llm)
             rate, steps = continued(llm, texts, args.answer)
             steps_drafted, drafted, accepted = (b - a for a, b in zip(before, accepted_of(llm), strict=True))
@@ -561,6 +565,7 @@ def run_drafts(args: argparse.Namespace) -> None:
             )
             keep(args, llm, found)
         close(llm)
+        del llm  # whose memory the next one takes
 
 
 def accepted_of(llm: Any) -> tuple[int, int, int]:
