@@ -76,9 +76,12 @@ static float finish_scores(QueryTile& tile, float* s, const ScoreRules& rules) {
   const float left = !rules.cap && rules.factor > 0 ? rules.factor : 1.0f;
   for (int h = 0; h < tile.rows; h++) {
     vf top = splat(-__builtin_inff());
-    if (plain && !rules.groups) top = offsets ? scale_scores<0, true>(s, h, rules) : scale_scores<0, false>(s, h, rules);
-    else if (plain && rules.groups == 1) top = offsets ? scale_scores<1, true>(s, h, rules) : scale_scores<1, false>(s, h, rules);
-    else if (plain && rules.groups == 2) top = offsets ? scale_scores<2, true>(s, h, rules) : scale_scores<2, false>(s, h, rules);
+    if (plain && rules.groups == 0)
+      top = offsets ? scale_scores<0, true>(s, h, rules) : scale_scores<0, false>(s, h, rules);
+    else if (plain && rules.groups == 1)
+      top = offsets ? scale_scores<1, true>(s, h, rules) : scale_scores<1, false>(s, h, rules);
+    else if (plain && rules.groups == 2)
+      top = offsets ? scale_scores<2, true>(s, h, rules) : scale_scores<2, false>(s, h, rules);
     else {
       for (int i = 0; i < BLOCK_TILES; i++) {
         float* at = scores_of(s, h, i);
