@@ -24,7 +24,7 @@ struct TilePart {
   int kv_head, tiles;
   Tensor key, value;
   int key_terms, value_terms, query_terms;
-  int key_groups, value_groups;  // of scales that are left to scores and probabilities
+  int key_groups;  // of scales that are left to scores
   bool key_biases, value_biases;
   int64_t frame;  // whose queries are in `in_basis`; -1 for none
 };
@@ -44,12 +44,10 @@ static void decode_block(const TilePart& p, const PageView& at, int64_t start, i
   if (p.key.t->bands) klt_keys_to_tiles(*p.key.t, p.klt.pieces, b, p.key.head_dim, at, token, n, keys);
   else plain_keys_to_tiles(p.key, b, at, token, n, p.key_biases, p.key_groups, keys);
   if (p.value.trellis) any_klt_values_to_tiles(p.value, b, at, page_size, token, n, values);
-  else plain_values_to_tiles(p.value, b, at, page_size, token, n, p.value_biases, p.value_groups, values);
+  else plain_values_to_tiles(p.value, b, at, page_size, token, n, p.value_biases, values);
   for (int i = 0; i < n; i += TILE_DEPTH) {
     for (int g = 0; g < p.key_groups; g++)
       __builtin_memcpy(w.k_scales[g] + w.slices * TILE_DEPTH, b.k_scale[g] + i, TILE_DEPTH * sizeof(float));
-    for (int g = 0; g < p.value_groups; g++)
-      __builtin_memcpy(w.v_scales[g] + w.slices * TILE_DEPTH, b.v_scale[g] + i, TILE_DEPTH * sizeof(float));
     if (has_means(p))
       for (int c = 0; c < p.key.head_dim; c++) w.means[c * PAIR * TILE_COLUMNS + w.slices] = b.k_channel_bias[c];
     Slice& slice = w.slice[w.slices++];
@@ -60,7 +58,7 @@ static void decode_block(const TilePart& p, const PageView& at, int64_t start, i
 }
 
 // Terms of probabilities.
-static int weight_terms(const TilePart& p) { return p.value.raw || p.value_terms > 1 || p.value_groups ? 2 : 1; }
+static int weight_terms(const TilePart& p) { return p.value.raw || p.value_terms > 1 ? 2 : 1; }
 
 // What rows see of a block. False when no row sees any.
 static bool see_block(const TilePart& p, const QueryTile& tile, int first_slice, int steps, ScoreRules& rules) {
@@ -123,14 +121,10 @@ static void add_outputs(const TilePart& p, const PairBlock& b) {
   TileScratch& w = p.w;
   if (!b.seen) return;
   const int dv = p.call.value_head_dim;
-  const int groups = p.value_groups ? p.value_groups : 1, column_tiles = dv / groups / TILE_COLUMNS;
-  for (int g = 0; g < groups; g++) {
-    const uint16_t* values = w.values + b.first_slice * slice_numbers(dv) + g * column_tiles * TILE_NUMBERS;
-    w.squares.add({b.p + g * WEIGHT_NUMBERS, BLOCK_STEPS * TILE_NUMBERS, TILE_NUMBERS, weight_terms(p)},
-                  groups * WEIGHT_NUMBERS, {values, panel_numbers(dv), slice_numbers(dv), p.value_terms}, b.steps,
-                  column_tiles, w.acc + (int64_t)b.number * TILE_ROWS * dv + g * column_tiles * TILE_SUMS,
-                  (int64_t)TILE_ROWS * dv, true);
-  }
+  const uint16_t* values = w.values + b.first_slice * slice_numbers(dv);
+  w.squares.add({b.p, BLOCK_STEPS * TILE_NUMBERS, TILE_NUMBERS, weight_terms(p)}, WEIGHT_NUMBERS,
+                {values, panel_numbers(dv), slice_numbers(dv), p.value_terms}, b.steps, dv / TILE_COLUMNS,
+                w.acc + (int64_t)b.number * TILE_ROWS * dv, (int64_t)TILE_ROWS * dv, true);
 }
 
 // Probabilities of a tile's scores.
@@ -141,11 +135,9 @@ static void weigh_block(const TilePart& p, PairBlock& b, int i, Pace& pace) {
   const kvbits_attend_call& call = p.call;
   rules.cap = call.softcap > 0 ? call.softcap : 0;
   rules.factor = rules.cap > 0 ? call.scaling : call.scaling * 1.44269504089f;
-  const int groups = p.key_groups ? p.key_groups : 1, weights = p.value_groups ? p.value_groups : 1;
+  const int groups = p.key_groups ? p.key_groups : 1;
   float* s = b.s + i * groups * SCORE_SUMS;
-  uint16_t* to = b.p + i * weights * WEIGHT_NUMBERS;
-  const float* scales[SCALED_GROUPS];
-  for (int g = 0; g < p.value_groups; g++) scales[g] = w.v_scales[g] + b.first_slice * TILE_DEPTH;
+  uint16_t* to = b.p + i * WEIGHT_NUMBERS;
   rules.groups = p.key_groups;
   for (int g = 0; g < p.key_groups; g++) rules.scales[g] = w.k_scales[g] + b.first_slice * TILE_DEPTH;
   if (has_means(p))
@@ -164,9 +156,8 @@ static void weigh_block(const TilePart& p, PairBlock& b, int i, Pace& pace) {
     }
   }
   const float factor = finish_scores(tile, s, rules);
-  if (p.value_groups) weigh<5, 2, true>(tile, s, factor, to, p.value_groups, scales, pace);
-  else if (weight_terms(p) > 1) weigh<5, 2, false>(tile, s, factor, to, 0, nullptr, pace);
-  else weigh<3, 1, false>(tile, s, factor, to, 0, nullptr, pace);
+  if (weight_terms(p) > 1) weigh<5, 2>(tile, s, factor, to, pace);
+  else weigh<3, 1>(tile, s, factor, to, pace);
 }
 
 // All rows over the panel, which is empty then. While a block is weighed, the block before is multiplied to outputs and
@@ -292,7 +283,7 @@ static void attend_item_in_tiles(const AttendPlan* plan, const AttendItem* item,
     const Tensor key = describe(store.key, call.head_dim, 0);
     const Tensor value = store.value.bands ? describe_trellis_values(store.value, call.value_head_dim, 0)
                                            : describe(store.value, call.value_head_dim, 0);
-    const int key_groups = scaled_groups(key, true), value_groups = scaled_groups(value, false);
+    const int key_groups = scaled_groups(key);
     const int key_terms = terms_of(key, key_groups);
     const bool few_bits = key_terms == 1 && !key_groups && !key.raw;
     TilePart part = {call,
@@ -304,10 +295,9 @@ static void attend_item_in_tiles(const AttendPlan* plan, const AttendItem* item,
                      key,
                      value,
                      key_terms,
-                     terms_of(value, value_groups),
+                     terms_of(value, 0),
                      call.q_dtype == BFLOAT16 || few_bits ? 1 : 2,
                      key_groups,
-                     value_groups,
                      false,
                      false,
                      -1};

@@ -7,15 +7,34 @@
 
 namespace {
 
-INLINE vi rounded(vf x) { return ((vi)x + 0x8000) & (int)0xffff0000; }
-INLINE vi paired(vi first, vi second) { return (vi)((vu)first >> 16) | second; }
+// A number whose upper half is its nearest bfloat16.
+INLINE vi raised(vf x) { return (vi)x + 0x8000; }
+INLINE vi rounded(vf x) { return raised(x) & (int)0xffff0000; }
+// Upper halves of both.
+INLINE vi paired(vi first, vi second) {
+#ifdef KVBITS_AMX
+  alignas(64) static constexpr uint16_t UPPER[32] = {1,  33, 3,  35, 5,  37, 7,  39, 9,  41, 11, 43, 13, 45, 15, 47,
+                                                     17, 49, 19, 51, 21, 53, 23, 55, 25, 57, 27, 59, 29, 61, 31, 63};
+  return (vi)_mm512_permutex2var_epi16((__m512i)first, _mm512_load_si512(UPPER), (__m512i)second);
+#else
+  return (vi)((vu)first >> 16) | (second & (int)0xffff0000);
+#endif
+}
 
-// A row of pairs of each of TERMS terms, `apart` numbers from each other.
+// A row of pairs of each of TERMS terms.
+template <int TERMS>
+INLINE void pair_terms(vf first, vf second, vi (&pairs)[TERMS]) {
+  pairs[0] = paired(raised(first), raised(second));
+  if constexpr (TERMS > 1)
+    pairs[1] = paired(raised(first - (vf)rounded(first)), raised(second - (vf)rounded(second)));
+}
+
+// The same in memory, `apart` numbers from each other.
 template <int TERMS>
 INLINE void store_pairs(uint16_t* to, int64_t apart, vf first, vf second) {
-  const vi a = rounded(first), b = rounded(second);
-  store_int((int32_t*)to, paired(a, b));
-  if (TERMS > 1) store_int((int32_t*)(to + apart), paired(rounded(first - (vf)a), rounded(second - (vf)b)));
+  vi pairs[TERMS];
+  pair_terms(first, second, pairs);
+  for (int i = 0; i < TERMS; i++) store_int((int32_t*)(to + i * apart), pairs[i]);
 }
 
 // One of two rows whose bit STEP differs, after their words have changed places with the lanes whose bit STEP differs.

@@ -53,16 +53,36 @@ static void shrink_outputs(QueryTile& tile, float* acc, int d) {
   tile.raised = false;
 }
 
+// Scores of a row that lack scales of GROUPS groups and offsets at most, in place, and the largest of each lane.
+template <int GROUPS, bool OFFSETS>
+INLINE vf scale_scores(float* s, int h, const ScoreRules& rules) {
+  vf top = splat(-__builtin_inff());
+#pragma GCC unroll 8
+  for (int i = 0; i < BLOCK_TILES; i++) {
+    float* at = scores_of(s, h, i);
+    vf x = load(at);
+    if (GROUPS) x *= load(rules.scales[0] + i * TILE_COLUMNS);
+    if (GROUPS > 1) x += load(at + SCORE_SUMS) * load(rules.scales[1] + i * TILE_COLUMNS);
+    if (OFFSETS) x += rules.offsets[i][h * TILE_COLUMNS];
+    if (GROUPS || OFFSETS) store(at, x);
+    top = vmax(top, x);
+  }
+  return top;
+}
+
 // Scores of a block in place, with offsets, cap and visibility, and the maxima raised. Returns the factor that is left.
 static float finish_scores(QueryTile& tile, float* s, const ScoreRules& rules) {
-  const bool plain = !rules.masked && !rules.cap && !rules.offsets[0] && !rules.groups && rules.factor > 0;
-  const float left = plain || (!rules.cap && rules.factor > 0) ? rules.factor : 1.0f;
+  const bool plain = !rules.masked && !rules.cap && rules.factor > 0, offsets = rules.offsets[0];
+  const float left = !rules.cap && rules.factor > 0 ? rules.factor : 1.0f;
   for (int h = 0; h < tile.rows; h++) {
     vf top = splat(-__builtin_inff());
-    if (plain) {
-#pragma GCC unroll 4
-      for (int i = 0; i < BLOCK_TILES; i++) top = vmax(top, load(scores_of(s, h, i)));
-    } else {
+    if (plain && rules.groups == 0)
+      top = offsets ? scale_scores<0, true>(s, h, rules) : scale_scores<0, false>(s, h, rules);
+    else if (plain && rules.groups == 1)
+      top = offsets ? scale_scores<1, true>(s, h, rules) : scale_scores<1, false>(s, h, rules);
+    else if (plain && rules.groups == 2)
+      top = offsets ? scale_scores<2, true>(s, h, rules) : scale_scores<2, false>(s, h, rules);
+    else {
       for (int i = 0; i < BLOCK_TILES; i++) {
         float* at = scores_of(s, h, i);
         vf x = load(at);
@@ -86,11 +106,9 @@ static float finish_scores(QueryTile& tile, float* s, const ScoreRules& rules) {
   return left;
 }
 
-// Probabilities as N_TERMS tiles of A each step, and their sums. SCALED: times the scales of each of `groups` groups of
-// the values' channels, WEIGHT_NUMBERS apart. Between rows the tiles get more to do.
-template <int DEGREE, int N_TERMS, bool SCALED>
-static void weigh(QueryTile& tile, float* s, float factor, uint16_t* p, int groups, const float* const* scales,
-                  Pace& pace) {
+// Probabilities as N_TERMS tiles of A each step, and their sums. Between rows the tiles get more to do.
+template <int DEGREE, int N_TERMS>
+static void weigh(QueryTile& tile, float* s, float factor, uint16_t* p, Pace& pace) {
   for (int h = 0; h < tile.rows; h++) {
     const vf m = splat(tile.m[h]);
     vf total = load(tile.l[h]);
@@ -99,13 +117,7 @@ static void weigh(QueryTile& tile, float* s, float factor, uint16_t* p, int grou
       const vf a = exp2_neg<DEGREE>(load(scores_of(s, h, 2 * step)) * factor - m),
                b = exp2_neg<DEGREE>(load(scores_of(s, h, 2 * step + 1)) * factor - m);
       total += a + b;
-      uint16_t* to = p + step * TILE_NUMBERS + h * TILE_DEPTH;
-      if (!SCALED) store_pairs<N_TERMS>(to, BLOCK_STEPS * TILE_NUMBERS, a, b);
-      for (int g = 0; SCALED && g < groups; g++) {
-        const float* scale = scales[g] + step * TILE_DEPTH;
-        store_pairs<N_TERMS>(to + g * WEIGHT_NUMBERS, BLOCK_STEPS * TILE_NUMBERS, a * load(scale),
-                             b * load(scale + VL));
-      }
+      store_pairs<N_TERMS>(p + step * TILE_NUMBERS + h * TILE_DEPTH, BLOCK_STEPS * TILE_NUMBERS, a, b);
     }
     store(tile.l[h], total);
     pace.tick();

@@ -16,7 +16,7 @@ constexpr int TERMS = 2;                      // most terms of a number
 constexpr int BLOCK_TOKENS = 128;  // that share a step of softmax: outputs are loaded and stored once for them
 constexpr int BLOCK_TILES = BLOCK_TOKENS / TILE_COLUMNS;                                 // token tiles of a block
 constexpr int OFFSET_TILES = (OFFSETS + 2 * TILE_COLUMNS - 1) / (2 * TILE_COLUMNS) * 2;  // products take them in twos
-constexpr int SCALED_GROUPS = 4;  // most groups of channels whose scales are left to scores and probabilities
+constexpr int SCALED_GROUPS = 4;  // most groups of channels of keys whose scales are left to scores
 constexpr int PAIR = 2;           // tiles of rows that are multiplied together
 constexpr int BLOCK_STEPS = BLOCK_TOKENS / TILE_DEPTH;  // depth of a block's values in tiles
 
@@ -63,12 +63,11 @@ struct TileScratch {
   Slice slice[PANEL_SLICES];
   alignas(64) uint16_t keys[TERMS * PANEL_NUMBERS];    // [term][slice][step][2 token tiles] tiles of B
   alignas(64) uint16_t values[TERMS * PANEL_NUMBERS];  // [term][slice][column tile] tiles of B
-  // [block % 2][tile of a pair][group] of scores, [token tile] sums, and of probabilities, [term][step] tiles of A
+  // [block % 2][tile of a pair] of scores, [group][token tile] sums, and of probabilities, [term][step] tiles of A
   alignas(64) float s[2][PAIR * SCALED_GROUPS * SCORE_SUMS];
-  alignas(64) uint16_t p[2][PAIR * SCALED_GROUPS * WEIGHT_NUMBERS];
-  // scales of the panel's tokens that are left to them, by group, and means of its slices' keys, [head_dim][2 tiles]
-  alignas(64) float k_scales[SCALED_GROUPS][PANEL_SLICES * TILE_DEPTH],
-      v_scales[SCALED_GROUPS][PANEL_SLICES * TILE_DEPTH];
+  alignas(64) uint16_t p[2][PAIR * WEIGHT_NUMBERS];
+  // scales of the panel's keys that are left to scores, by group, and means of its slices' keys, [head_dim][2 tiles]
+  alignas(64) float k_scales[SCALED_GROUPS][PANEL_SLICES * TILE_DEPTH];
   alignas(64) float means[MAX_HEAD_DIM * PAIR * TILE_COLUMNS];
   alignas(64) uint16_t mean_tiles[TERMS * MAX_HEAD_DIM * PAIR * TILE_COLUMNS];  // [term][step][column tile] tiles of B
   Squares squares;

@@ -6,10 +6,11 @@
 
 namespace {
 
-// Groups of channels whose tokens' scales are left to scores and probabilities, 0 where numbers have their scales:
-// codes of 8 bits are one term without them, and two with them.
-static int scaled_groups(const Tensor& t, bool means) {
-  const bool alone = is_wide(t.format) && t.token_scales && !t.token_bias && (means || t.t->mean_offset < 0);
+// Groups of channels of keys whose tokens' scales are left to scores, 0 where numbers have their scales: codes of 8 bits
+// are one term without them, and two with them. Scales of values would be as many multiplications of probabilities, which
+// vectors do and which take longer than products of tiles with a second term.
+static int scaled_groups(const Tensor& t) {
+  const bool alone = is_wide(t.format) && t.token_scales && !t.token_bias;
   return alone && t.group_channels % TILE_DEPTH == 0 && t.groups <= SCALED_GROUPS ? t.groups : 0;
 }
 
@@ -87,11 +88,11 @@ INLINE int64_t value_row(int token, int j, int column_tiles) {
          token % TILE_DEPTH * TILE_DEPTH;
 }
 
-// Values of a block, to its slices. LEVELS: without their scales.
-template <int FMT, bool LEVELS = false>
+// Values of a block, to its slices.
+template <int FMT>
 static void value_codes_to_tiles(const Tensor& t, const Block& b, const PageView& at, int page_size, int token, int n,
                                  bool biases, uint16_t* to) {
-  constexpr int N_TERMS = !LEVELS && (is_wide(FMT) || !is_int(FMT)) ? 2 : 1;
+  constexpr int N_TERMS = is_wide(FMT) || !is_int(FMT) ? 2 : 1;
   const int64_t apart = panel_numbers(t.head_dim);
   const int column_tiles = t.head_dim / TILE_COLUMNS, quads = n > TILE_DEPTH ? 16 : 8;
   for (int j = 0; j < column_tiles; j++) {
@@ -108,11 +109,6 @@ static void value_codes_to_tiles(const Tensor& t, const Block& b, const PageView
 #pragma GCC unroll 4
       for (int k = 0; k < 4; k++) {
         const int place = token_of(quad, k);
-        if constexpr (LEVELS) {
-          store_pairs<1>(to + value_row(place, j, column_tiles), 0, code_number<FMT>(x, k) - code_zero<FMT>(),
-                         code_number<FMT>(y, k) - code_zero<FMT>());
-          continue;
-        }
         vf x_scale = of_channel, y_scale = of_channel, x_add, y_add;
         if (t.token_scales) x_scale = splat(b.v_scale[g][place]), y_scale = splat(b.v_scale[g][place + VL]);
         x_add = x_scale * -code_zero<FMT>(), y_add = y_scale * -code_zero<FMT>();
@@ -133,9 +129,7 @@ INLINE void pair_raw(const uint8_t* first, const uint8_t* second, vi (&x)[N_TERM
     x[0] = bits(first) | bits(second) << 16;
   } else {
     const vf a = first ? load_as<DTYPE>(first, 0) : vf{}, b = second ? load_as<DTYPE>(second, 0) : vf{};
-    const vi p = rounded(a), q = rounded(b);
-    x[0] = paired(p, q);
-    if constexpr (N_TERMS > 1) x[1] = paired(rounded(a - (vf)p), rounded(b - (vf)q));
+    pair_terms(a, b, x);
   }
 }
 
@@ -203,13 +197,12 @@ static void plain_keys_to_tiles(const Tensor& t, const Block& b, const PageView&
 }
 
 static void plain_values_to_tiles(const Tensor& t, const Block& b, const PageView& at, int page_size, int token, int n,
-                                  bool biases, bool levels, uint16_t* to) {
+                                  bool biases, uint16_t* to) {
   if (t.raw) {
     const int64_t row = (int64_t)t.head_dim * dtype_bytes(t.t->raw_dtype);
     return raw_values_to_tiles[t.t->raw_dtype](at.page + t.t->plane_offset[0] + token * row, t.head_dim, n, at.ahead,
                                                to);
   }
-  if (levels) return value_codes_to_tiles<FORMAT_INT8, true>(t, b, at, page_size, token, n, false, to);
   switch (t.format) {
 #define OF_FORMAT(f) \
   case f: return value_codes_to_tiles<f>(t, b, at, page_size, token, n, biases, to);
