@@ -143,7 +143,7 @@ def serving(
 
 def parts(environment: Mapping[str, str]) -> list[Part]:
     """All of them, the most important first."""
-    whole = ("--shapes", "48x8192", "8x65536", "256x1024", "48x512", "--largest", "8192")
+    prefilled = ("decode", "--prefill", "--shapes", "48x8192", "256x1024", "48x512")
     return [
         Part(
             "tests",
@@ -179,19 +179,20 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
             450,
         ),
         *serving(
-            "step times and the largest batch",
-            "",
-            {d: ("decode", "--prefill", *whole, "--max-batch", str(most)) for d, most in SERVED.items()},
-            170,
-            330,
+            "the largest batch",
+            "-largest",
+            {d: ("decode", "--largest", "8192", "--max-batch", str(most)) for d, most in SERVED.items()},
+            60,
+            200,
         ),
+        *serving("step times behind prompts", "", dict.fromkeys(SERVED, prefilled), 90, 200),
         Part(
             "close",
             "quantizing whole pages, and storing tokens",
             bench("bench_close_gpu", out="close_pages.json"),
             "close_pages.json",
-            50,
-            150,
+            120,
+            300,
         ),
         Part(
             "chunks",
@@ -340,7 +341,9 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
             60,
             150,
         ),
-        *serving("step times", "", dict.fromkeys(STOCK, ("decode", "--prefill", "--shapes", "48x8192", "48x512")), 75, 180),
+        *serving(
+            "step times", "", dict.fromkeys(STOCK, ("decode", "--prefill", "--shapes", "48x8192", "48x512")), 75, 180
+        ),
         *serving(
             "what a step's time goes to",
             "-profile",
@@ -475,7 +478,7 @@ def warms() -> list[Warm]:
             Warm(
                 f"serve {d}",
                 bench("bench_serve_vllm", "decode", "--kv-cache-dtype", d, "--shapes", "48x512", "--warm"),
-                (f"serve-{d}", f"serve-{d}-goodput", f"serve-{d}-turns", f"serve-{d}-profile"),
+                (f"serve-{d}", f"serve-{d}-largest", f"serve-{d}-goodput", f"serve-{d}-turns", f"serve-{d}-profile"),
                 ("vllm",),
             )
             for d in dict.fromkeys([*SERVED, *PROFILED])
