@@ -18,10 +18,6 @@ from kvbits.schemes import PRESETS
 
 GPU = "nvidia-*/attend_decode*.json"
 """Decode attention of presets in a whole cache (`bench_decode_gpu.py`)."""
-COMPARED = "nvidia-*/compare_attend.json"
-"""The same of two editions of a preset in one process (`compare_attend_gpu.py`)."""
-SERVED_AS = ("copies", "now")
-"""Variants of `COMPARED` that a cache of today is served as, the first that a preset has."""
 
 
 def gpu_rows(folder: Path) -> dict[str, Any]:
@@ -43,48 +39,21 @@ def _rival(data: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def gpu_latest(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """preset -> shape -> the newest run's row. Where that run timed an earlier edition of the preset, its speed is
-    divided by what `COMPARED` says that the present one takes of the earlier one's time, and "derived" names the run
-    of that ratio; a row without such a ratio is left out.
-    """
-    data, ratios = gpu_rows(folder), compared(folder)
+    """preset -> shape -> the newest run's row. What was timed in an earlier format is left out."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for (scheme, shape), row in latest(data, ("scheme", "shape")).items():
-        if outdated(scheme, data["runs"][row["run"]]):
-            if (scheme, shape) not in ratios:
-                continue
-            slower, run = ratios[scheme, shape]
-            row = row | {"speedup_real_cache": row["speedup_real_cache"] / slower, "derived": run}
+    for (scheme, shape), row in latest(_of_today(gpu_rows(folder)), ("scheme", "shape")).items():
         found.setdefault(scheme, {})[shape] = row
-    return found
-
-
-def compared(folder: Path) -> dict[tuple[str, str], tuple[float, dict[str, Any]]]:
-    """(preset, shape) -> time of the present edition over that of the earlier one, the least of each, and the run that
-    timed both.
-    """
-    found = {}
-    for data in _read(folder, COMPARED):
-        for run in sorted(data["runs"].values(), key=lambda run: (run["utc"], run["id"])):
-            least: dict[tuple[str, str], dict[str, float]] = {}
-            for r in (r for r in data["rows"] if r["run"] == run["id"]):
-                batch, heads, tokens = r["shape"]
-                times = least.setdefault((r["scheme"], f"B={batch} H={heads}/8 T={tokens} D=128"), {})
-                times[r["variant"]] = min(r["time_us"], times.get(r["variant"], r["time_us"]))
-            for key, times in least.items():
-                now = next(times[name] for name in SERVED_AS if name in times)
-                found[key] = now / times["before"], run
     return found
 
 
 def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
     """preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit kernel
-    of the same run. What was timed in an earlier format is left out.
+    of the same run.
     """
-    found: dict[str, dict[str, float]] = {}
-    for (scheme, shape), row in latest(_of_today(gpu_rows(folder)), ("scheme", "shape")).items():
-        found.setdefault(scheme, {})[shape] = row["speedup_real_cache"]
-    return found
+    return {
+        scheme: {shape: row["speedup_real_cache"] for shape, row in rows.items()}
+        for scheme, rows in gpu_latest(folder).items()
+    }
 
 
 def _of_today(data: dict[str, Any], name: str = "scheme") -> dict[str, Any]:

@@ -15,14 +15,16 @@ from typing import Any
 
 import run_files
 import step_profile
-from speeds import gpu_latest, graphed, sitting
+from speeds import graphed, sitting
 
 from kvbits import runs
 from kvbits.evaluate.results import read as read_evaluation
 from kvbits.report.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+RESULTS = ROOT / "benchmarks" / "results"
+CARDS = "nvidia-*"
+"""Folders of it, each of one kind of GPU."""
 DOCUMENTS = (
     "docs/guide/vllm.md",
     "docs/guide/sglang.md",
@@ -57,8 +59,27 @@ the dtype here; largest batch, tokens/s, P99 of the latency in ms.
 Row = dict[str, Any]
 
 
-def read(name: str) -> Row:
-    return run_files.read(RESULTS / name)
+def on_each_card(block: Callable[[Path], str], name: str) -> Callable[[], str]:
+    """Return a function that writes a block for each kind of GPU whose folder has a file, the newest first, below the
+    folder's name.
+
+    Args:
+        block: writes it from a folder of results.
+        name: the file or folder that it reads.
+    """
+
+    def files(path: Path) -> Iterable[Path]:
+        return [path] if path.is_file() else path.rglob("*.json")
+
+    def written() -> str:
+        found = []
+        for folder in (path.parent for path in RESULTS.glob(f"{CARDS}/{name}")):
+            made = [run for path in files(folder / name) for run in json.loads(path.read_text())["runs"].values()]
+            card = folder.name.replace("-", " ").upper()
+            found.append((max(str(run["utc"]) for run in made), f"One {card}:\n\n{block(folder)}"))
+        return "\n\n".join(text for _, text in sorted(found, reverse=True))
+
+    return written
 
 
 def measured(data: Row, rows: Iterable[Row], command: str) -> str:
@@ -73,11 +94,11 @@ def short(shape: str) -> str:
     return f"{batch} x {tokens:,}, {heads}"
 
 
-def decode() -> str:
+def decode(folder: Path) -> str:
     """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time; presets that README
-    does not name where they are of the newest commit. Rows of speeds that `gpu_latest` derives say so.
+    does not name where they are of the newest commit.
     """
-    data = run_files.joined(sorted(RESULTS.glob("attend_decode*.json")))
+    data = run_files.joined(sorted(folder.glob("attend_decode*.json")))
     newest = run_files.latest(
         {"runs": data["runs"], "rows": [r for r in data["rows"] if "speedup_real_cache" in r]}, ("scheme", "shape")
     )
@@ -107,31 +128,18 @@ def decode() -> str:
             within = f" / {r['speedup_between_matmuls']:.2f}" if r and "speedup_between_matmuls" in r else ""
             cells.append(f"{r['speedup_real_cache']:.2f}{within}" if r else "")
         lines.append([f"`{name}`", *cells])
-    ratios: Row = {}
-    for name, found in gpu_latest(RESULTS.parent).items():
-        derived = {s: r for s, r in found.items() if "derived" in r}
-        if derived:
-            lines.append(
-                [
-                    f"`{name}`, derived",
-                    *(f"{derived[s]['speedup_real_cache']:.2f}" if s in derived else "" for s in shapes),
-                ]
-            )
-            ratios |= {r["derived"]["id"]: r["derived"] for r in derived.values()}
     said = measured(data, rows.values(), "python benchmarks/bench_decode_gpu.py")
-    if ratios:
-        said += f" Ratios of editions: `python benchmarks/compare_attend_gpu.py`; {runs.dated(ratios.values())}."
     return f"{table(['', *map(short, shapes)], lines)}\n\n{said}"
 
 
-def generated() -> tuple[Row, dict[tuple[int, int], dict[tuple[str, str], Row]]]:
-    data = read("generate.json")
+def generated(folder: Path) -> tuple[Row, dict[tuple[int, int], dict[tuple[str, str], Row]]]:
+    data = run_files.read(folder / "generate.json")
     return data, {at: rows for at, rows in graphed(data).items() if at in ((1, 32768), (32, 8192))}
 
 
-def generate() -> str:
+def generate(folder: Path) -> str:
     """Milliseconds a token, tokens a second of the prompt, memory."""
-    data, found = generated()
+    data, found = generated(folder)
     header = ["", *(f"{batch} x {context:,}" for batch, context in found)]
     lines = []
     for key, words in CACHES.items():
@@ -165,9 +173,9 @@ def generate() -> str:
     return f"{table(header, lines)}\n\n{measured(data, used, 'python benchmarks/bench_generate_gpu.py')}"
 
 
-def prompts() -> str:
+def prompts(folder: Path) -> str:
     """Prompts alone: the second and third of a process, and its first; then generate() as users call it."""
-    data = read("generate.json")
+    data = run_files.read(folder / "generate.json")
     lines, used = [], []
     for at in dict.fromkeys(
         (r["batch"], r["context"], r.get("chunk")) for r in data["rows"] if r["through"] == "prefill" and r.get("chunk")
@@ -197,12 +205,12 @@ def prompts() -> str:
     )
 
 
-def serving() -> str:
-    return served(RESULTS / "serve_vllm.json", "python benchmarks/bench_serve_vllm.py")
+def serving(folder: Path) -> str:
+    return served(folder / "serve_vllm.json", "python benchmarks/bench_serve_vllm.py")
 
 
-def serving_sglang() -> str:
-    return served(RESULTS.parent / "nvidia-h100" / "serve_sglang.json", "python benchmarks/bench_serve_sglang.py")
+def serving_sglang(folder: Path) -> str:
+    return served(folder / "serve_sglang.json", "python benchmarks/bench_serve_sglang.py")
 
 
 def against_bf16(data: Row) -> dict[tuple[Any, ...], dict[str, Row]]:
@@ -311,7 +319,7 @@ def loaded(mode: str) -> tuple[Row, list[Row]]:
     did.
     """
     found: tuple[str, Row, list[Row]] = "", {}, []
-    for path in sorted(RESULTS.parent.glob("nvidia-*/serve_vllm.json")):
+    for path in sorted(RESULTS.glob("nvidia-*/serve_vllm.json")):
         data = run_files.read(path)
         loads: dict[str, list[Row]] = {}
         for r in data["rows"]:
@@ -420,7 +428,7 @@ def turns() -> str:
 
 def host_memory() -> str:
     """Long chats in SGLang on a CPU by format: the newest load, with pages in host memory and without."""
-    data = run_files.read(RESULTS.parent / "cpu" / "serve_sglang.json")
+    data = run_files.read(RESULTS / "cpu" / "serve_sglang.json")
     newest = data["rows"][-1]
     rows = [r for r in data["rows"] if (r["users"], r["load"]) == (newest["users"], newest["load"])]
     ratios = sorted({r["options"].get("hicache_ratio", 0) for r in rows})
@@ -438,9 +446,9 @@ def host_memory() -> str:
     return f"{head}\n\n{said}\n\n{measured(data, rows, 'python benchmarks/bench_serve_sglang.py --users 64')}"
 
 
-def profile() -> str:
+def profile(folder: Path) -> str:
     """Where the microseconds of vLLM's steps go, at each shape."""
-    data = run_files.read(RESULTS.parent / "nvidia-h100" / "profile_vllm.json")
+    data = run_files.read(folder / "profile_vllm.json")
     rows = sitting(data, data["rows"], lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
     return "\n\n".join([*profiles(rows), measured(data, rows, "python benchmarks/all_gpu.py --only 'serve-*-profile'")])
 
@@ -471,8 +479,8 @@ def profiles(rows: list[Row]) -> list[str]:
     return found
 
 
-def close() -> str:
-    data = read("close_pages.json")
+def close(folder: Path) -> str:
+    data = run_files.read(folder / "close_pages.json")
     names = ("int8_centered", "int4", "kivi4", "fp8", *PRESETS[4:])
     rows = {name: r for (name,), r in run_files.latest(data, ("scheme",)).items() if name in names}
     lines = [[f"`{n}`", f"{rows[n]['time_us']:.0f} us", f"{rows[n]['share_of_copy']:.2f}"] for n in names if n in rows]
@@ -487,9 +495,9 @@ def close() -> str:
     return f"{table(['', 'time', 'share of copy bandwidth'], lines)}{said}\n\n{measured(data, rows.values(), 'python benchmarks/bench_close_gpu.py')}"
 
 
-def chunks() -> str:
+def chunks(folder: Path) -> str:
     """Chunks of queries over history, microseconds."""
-    data = read("attend_prefill.json")
+    data = run_files.read(folder / "attend_prefill.json")
     rows = sitting(data, data["rows"], lambda some: len({r["scheme"] for r in some}) > 2)
     shapes = list(dict.fromkeys((r["batch"], r["chunk"], r["tokens"]) for r in rows))
     names = list(dict.fromkeys(r["scheme"] for r in rows))
@@ -509,9 +517,9 @@ def chunks() -> str:
     return f"{table(header, lines)}\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --prefill')}"
 
 
-def small() -> str:
+def small(folder: Path) -> str:
     """A sentence: where 16 bits are as fast."""
-    data = read("attend_small.json")
+    data = run_files.read(folder / "attend_small.json")
     rows = sitting(data, data["rows"], lambda some: len(some) > 20)
     few = [r["time_16_bit_us"] / r["time_us"] for r in rows if r["tokens"] <= 256 or r["bytes_16_bit"] <= 8 << 20]
     many = [
@@ -527,9 +535,9 @@ def small() -> str:
     return f"{said}\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --small')}"
 
 
-def store() -> str:
+def store(folder: Path) -> str:
     """Seconds to the first token of a stored prompt, 8B geometry."""
-    data = read("store.json")
+    data = run_files.read(folder / "store.json")
     rows = [
         r
         for r in run_files.latest(data, ("scheme", "model", "tokens", "file_system")).values()
@@ -562,16 +570,16 @@ def store() -> str:
     return f"{table(header, lines)}\n\n{measured(data, current, 'python benchmarks/bench_store.py --model llama-8b --prompt 16384 --chunk 4096 --stock --device cuda --threads 8')}"
 
 
-def accuracy() -> str:
+def accuracy(folder: Path) -> str:
     """KL through the kernels of a GPU: windows in chunks of 16, and tokens decoded one by one."""
     lines: list[list[str]] = []
     made: Row = {}
-    for folder in sorted((RESULTS / "eval").iterdir()):
+    for model in sorted((folder / "eval").iterdir()):
         for name in PRESETS:
-            files = [folder / task / f"{name}.json" for task in ("fidelity", "decode")]
+            files = [model / task / f"{name}.json" for task in ("fidelity", "decode")]
             if not all(path.exists() for path in files):
                 continue
-            cells = [f"{folder.name}, `{name}`"]
+            cells = [f"{model.name}, `{name}`"]
             for data in map(read_evaluation, files):
                 s = data["summary"]
                 made |= data["runs"]
@@ -584,9 +592,9 @@ def accuracy() -> str:
     )
 
 
-def beside_fp8() -> str:
+def beside_fp8(folder: Path) -> str:
     """vLLM's own caches and ours: bytes, tokens, speed, and accuracy where a GPU measured it."""
-    data, judged = read("serve_vllm.json"), read("accuracy_vllm.json")
+    data, judged = run_files.read(folder / "serve_vllm.json"), run_files.read(folder / "accuracy_vllm.json")
     found = against_bf16(data)
     step, largest = found["decode", False, 48, 8192], found["decode", False, "largest"]
     kl = {r["kv_cache_dtype"]: r for r in judged["rows"] if r["phase"] == "decode"}
@@ -612,7 +620,7 @@ def prefix_hits() -> str:
     curve: dict[str, dict[int, float]] = {}
     made: Row = {}
     traces = {
-        name: run_files.read(RESULTS.parent / "prefix_hits" / f"{name}.json")
+        name: run_files.read(RESULTS / "prefix_hits" / f"{name}.json")
         for name in ("conversation", "synthetic", "chats")
     }
     dtypes = [d for d in SERVED if all(d in {r["kv_cache_dtype"] for r in data["rows"]} for data in traces.values())]
@@ -638,25 +646,24 @@ def prefix_hits() -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    f.__name__: f
-    for f in (
-        decode,
-        generate,
-        prompts,
-        serving,
-        serving_sglang,
-        close,
-        chunks,
-        small,
-        store,
-        accuracy,
-        beside_fp8,
-        prefix_hits,
-        goodput,
-        turns,
-        host_memory,
-        profile,
-    )
+    **{
+        block.__name__: on_each_card(block, name)
+        for block, name in (
+            (decode, "attend_decode.json"),
+            (generate, "generate.json"),
+            (prompts, "generate.json"),
+            (serving, "serve_vllm.json"),
+            (serving_sglang, "serve_sglang.json"),
+            (close, "close_pages.json"),
+            (chunks, "attend_prefill.json"),
+            (small, "attend_small.json"),
+            (store, "store.json"),
+            (accuracy, "eval"),
+            (beside_fp8, "accuracy_vllm.json"),
+            (profile, "profile_vllm.json"),
+        )
+    },
+    **{block.__name__: block for block in (prefix_hits, goodput, turns, host_memory)},
 }
 
 

@@ -159,15 +159,13 @@ def preset_table(benchmarks: Path) -> str:
     at_length = _models_in(benchmarks, LONG)
     gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], _cpu_benchmark(benchmarks)
     rows, made, judged, timed = [], [], {}, []
-    derived: list[tuple[str, dict[str, Any]]] = []
     for name, when in TAKEN.items():
         found = judged[name] = _by_model(name, at_length)
         speeds = list(gpu.get(name, {}).values())
         timed += speeds
-        derived += [(name, r) for r in speeds if "derived" in r]
         ratios = [r["speedup_real_cache"] for r in speeds]
         made += [run for _, c in found.values() for run in c.runs.values()]
-        made += [run for r in speeds for run in (known[r["run"]], r.get("derived")) if run]
+        made += [known[r["run"]] for r in speeds]
         faster = f"{min(ratios):.1f}-{max(ratios):.1f}x" if ratios else UNMEASURED
         rows.append([f"`{name}`", when, f"{_held(name):.1f}", _kl(_worst(found)) if found else UNMEASURED, faster])
     notes = [
@@ -179,19 +177,11 @@ def preset_table(benchmarks: Path) -> str:
     if timed:
         rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in timed))
         shapes = len({r["shape"] for r in timed})
+        cards = _listed(list(dict.fromkeys(known[r["run"]]["gpu"]["name"] for r in timed)))
         notes.append(
-            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) on an H200: the"
-            f" worst and the best of {shapes} shapes. The speed at the top of this page has 32 sequences of"
+            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) on one {cards}:"
+            f" the worst and the best of {shapes} shapes. The speed at the top of this page has 32 sequences of"
             f" {HELD_AT:,} tokens."
-        )
-    if derived:
-        names = list(dict.fromkeys(f"`{name}`" for name, _ in derived))
-        other = ", ".join(dict.fromkeys(str(r["derived"]["gpu"]["name"]) for _, r in derived))
-        before, after = dated(known[r["run"]] for _, r in derived), dated(r["derived"] for _, r in derived)
-        notes.append(
-            f"The speed of {_listed(names)} is derived. The H200 timed an earlier edition of the format: {before}."
-            f" One {other} timed both editions: {after}. The present one takes longer. The table divides the"
-            " H200's speed by that ratio."
         )
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
         notes.append(

@@ -42,7 +42,8 @@ def results(tmp_path, monkeypatch):
             )
             for name, (session, day) in made.items()
         }
-        (tmp_path / file).write_text(json.dumps({"runs": records, "rows": rows, **sections}))
+        (tmp_path / "nvidia-x").mkdir(exist_ok=True)
+        (tmp_path / "nvidia-x" / file).write_text(json.dumps({"runs": records, "rows": rows, **sections}))
 
     return write
 
@@ -69,7 +70,7 @@ def test_ratios_of_serving_are_never_of_two_sessions(results):
     made = {"a": ("first", 1), "b": ("first", 1), "c": ("second", 2), "d": ("third", 3), "e": ("third", 3)}
     rows = [row("a", "bf16", 20.0), row("b", "fp8", 10.0), row("c", "fp8", 1.0)]
     results("serve_vllm.json", made, rows)
-    assert "| 20.00 | 10.00 (0.50x) |" in tables_gpu.serving(), "the newest session that has bf16 as well"
+    assert "| 20.00 | 10.00 (0.50x) |" in tables_gpu.BLOCKS["serving"](), "the newest session that has bf16 as well"
     results(
         "serve_vllm.json",
         made,
@@ -81,7 +82,10 @@ def test_ratios_of_serving_are_never_of_two_sessions(results):
             row("e", "fp8", 9.0, options={"speculate": 3}),
         ],
     )
-    assert "| 16.00 | 12.00 (0.75x) |" in tables_gpu.serving() and "`nvfp4` 32.0 ms (2.00x)" in tables_gpu.serving()
+    assert (
+        "| 16.00 | 12.00 (0.75x) |" in tables_gpu.BLOCKS["serving"]()
+        and "`nvfp4` 32.0 ms (2.00x)" in tables_gpu.BLOCKS["serving"]()
+    )
 
 
 def test_peers_stand_above_the_presets_and_absent_cells_are_empty(results):
@@ -103,7 +107,7 @@ def test_peers_stand_above_the_presets_and_absent_cells_are_empty(results):
         {"run": "a", "kernel": "fa3", "shape": shapes[1], "time_us": 40.6},
     ]
     results("attend_decode.json", {"a": ("s", 1)}, rows, peers=peers)
-    said = tables_gpu.decode()
+    said = tables_gpu.BLOCKS["decode"]()
     for line in (
         "| cuDNN, us | 38 |  |",
         "| FlashAttention-3, us |  | 41 |",
@@ -111,6 +115,19 @@ def test_peers_stand_above_the_presets_and_absent_cells_are_empty(results):
         "| `klt2` |  | 3.25 |",
     ):
         assert line in said
+
+
+def test_each_card_has_a_table_the_newest_first(results, tmp_path):
+    def row(run, us):
+        shape = "B=1 H=32/8 T=32768 D=128"
+        return {"run": run, "scheme": "raw", "shape": shape, "time_us": us, "speedup_real_cache": us}
+
+    for card, run, day in (("nvidia-b", "a", 1), ("nvidia-a", "b", 3), ("nvidia-c", "c", 2)):
+        results("attend_decode.json", {run: ("s", day)}, [row(run, day)])
+        (tmp_path / "nvidia-x").rename(tmp_path / card)
+    said = tables_gpu.BLOCKS["decode"]()
+    order = [said.index(text) for text in ("NVIDIA A", "3.00", "NVIDIA C", "2.00", "NVIDIA B", "1.00")]
+    assert order == sorted(order)
 
 
 def test_a_cold_load_has_its_own_share(results):
@@ -130,9 +147,10 @@ def test_a_cold_load_has_its_own_share(results):
         [row, row | {"file_system": "tmpfs", "seconds": {k: v for k, v in seconds.items() if k != "loaded_cold"}}],
     )
     assert (
-        "| `int4` | ext4 | 1,000 MB | 0.500 | 0.800 | 0.200 | 0.100 | 0.250 | 0.20; cold 0.50 |" in tables_gpu.store()
+        "| `int4` | ext4 | 1,000 MB | 0.500 | 0.800 | 0.200 | 0.100 | 0.250 | 0.20; cold 0.50 |"
+        in tables_gpu.BLOCKS["store"]()
     )
-    assert "| `int4` | tmpfs | 1,000 MB | 0.500 | 0.800 | 0.200 | 0.100 |  | 0.20 |" in tables_gpu.store()
+    assert "| `int4` | tmpfs | 1,000 MB | 0.500 | 0.800 | 0.200 | 0.100 |  | 0.20 |" in tables_gpu.BLOCKS["store"]()
 
 
 LOAD = {
@@ -148,7 +166,7 @@ CHATS = {"history": [8192, 30720], "answers": [64, 512], "think_s": 15.0, "runni
 @pytest.fixture
 def served(tmp_path, monkeypatch):
     """Writes rows of one load of bench_serve_vllm.py as a GPU's: (session of each, mode, dtype, fields)."""
-    monkeypatch.setattr(tables_gpu, "RESULTS", tmp_path / "nvidia-x")
+    monkeypatch.setattr(tables_gpu, "RESULTS", tmp_path)
 
     def write(*given, gpu="X"):
         made, rows = {}, []
@@ -224,7 +242,7 @@ def test_rates_within_limits_stand_beside_the_article(served):
     assert any("| kvbits_klt4 | 2 | 2.0 (1.00x) |" in line for line in lines) and any(
         "| bf16 | 2 (too many) |" in line for line in lines
     )
-    (group,) = kernel_groups(tables_gpu.RESULTS.parent)
+    (group,) = kernel_groups(tables_gpu.RESULTS)
     assert [(b["label"], b["value"]) for b in group["bars"]] == [("bf16", 1.0), ("kvbits_klt4", 2.0)]
     assert (
         "answers of up to 2,048, P99 of 2000 ms to the first token and 50 ms per token" in group["title"]

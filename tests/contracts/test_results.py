@@ -45,15 +45,13 @@ def test_results_stay_small():
 
 
 def test_no_figure_is_of_an_earlier_edition_of_klt():
-    """A reader takes a row for what the preset of that name does today. `speeds.gpu_latest` alone reads earlier times,
-    to derive today's.
-    """
+    """A reader takes a row for what the preset of that name does today."""
     found = []
     for path in FILES:
         data = json.loads(path.read_text())
         if data.get("format") == FORMAT:
             found += [path] * ("klt" in data["scheme"] and Cell.of(read(path)).outdated)
-        elif path.name != "attend_decode.json":
+        else:
             rows = [r for rows in data.values() if isinstance(rows, list) for r in rows]
             named = [(r.get(field), r["run"]) for r in rows for field in ("scheme", "kv_cache_dtype", "cache", "name")]
             found += [path] * any(isinstance(n, str) and run_files.outdated(n, data["runs"][run]) for n, run in named)

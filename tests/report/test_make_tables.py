@@ -435,36 +435,6 @@ def test_what_was_measured_in_an_earlier_format_is_left_out(folder, monkeypatch,
     assert {shape: r["speedup_real_cache"] for shape, r in gpu_latest(tmp_path)["klt4"].items()} == {"b": 2.0}
 
 
-def test_the_speed_of_an_edition_is_derived_from_the_earlier_one_s(tmp_path):
-    """Speed of the earlier edition over the time that the present one takes of it, as it is served, shape by shape."""
-    runs = {name: run | {"utc": {"r1": "2026-11-26", "r2": "2026-11-28"}[name]} for name, run in two_runs().items()}
-    (tmp_path / "nvidia-x").mkdir()
-    at = ("B=1 H=32/8 T=4096 D=128", "B=8 H=32/8 T=4096 D=128")
-    rows = [
-        {"run": "r1", "scheme": name, "shape": s, "speedup_real_cache": 3.0, "best_16_bit": "cudnn"}
-        for name in ("klt4", "klt3", "int4")
-        for s in at
-    ]
-    (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps({"runs": runs, "rows": rows}))
-    times = {"klt4": {"before": (20, 21), "now": (32, 30)}, "klt3": {"before": (20,), "now": (20,), "copies": (40,)}}
-    timed = [
-        {"run": "r2", "scheme": name, "variant": variant, "shape": [1, 32, 4096], "time_us": us}
-        for name, by in times.items()
-        for variant, found in by.items()
-        for us in found
-    ]
-    (tmp_path / "nvidia-x" / "compare_attend.json").write_text(json.dumps({"runs": runs, "rows": timed}))
-    found = gpu_latest(tmp_path)
-    assert {n: {s: r["speedup_real_cache"] for s, r in found[n].items()} for n in found} == {
-        "klt4": {at[0]: 2.0},
-        "klt3": {at[0]: 1.5},
-        "int4": dict.fromkeys(at, 3.0),
-    }
-    assert found["klt4"][at[0]]["derived"]["id"] == "r2" and "derived" not in found["int4"][at[0]]
-    text = tables.preset_table(tmp_path)
-    assert rows_of(text)["klt4"][3] == "2.0-2.0x" and "`klt4` and `klt3` is derived" in text
-
-
 def _two_models(results, *cells):
     """Models a and b with a cell each."""
     return [(dataclasses.replace(results.models["tiny"], name=n), c) for n, c in zip("ab", cells, strict=True)]
