@@ -64,7 +64,7 @@ def on_each_card(block: Callable[[Path], str], name: str) -> Callable[[], str]:
     folder's name.
 
     Args:
-        block: writes it from a folder of results.
+        block: writes it from a folder of results; nothing where the file has no figures of it.
         name: the file or folder that it reads.
     """
 
@@ -76,7 +76,8 @@ def on_each_card(block: Callable[[Path], str], name: str) -> Callable[[], str]:
         for folder in (path.parent for path in RESULTS.glob(f"{CARDS}/{name}")):
             made = [run for path in files(folder / name) for run in json.loads(path.read_text())["runs"].values()]
             card = folder.name.replace("-", " ").upper()
-            found.append((max(str(run["utc"]) for run in made), f"One {card}:\n\n{block(folder)}"))
+            if text := block(folder):
+                found.append((max(str(run["utc"]) for run in made), f"One {card}:\n\n{text}"))
         return "\n\n".join(text for _, text in sorted(found, reverse=True))
 
     return written
@@ -252,6 +253,8 @@ def served(path: Path, command: str) -> str:
     """
     data = run_files.read(path)
     found = against_bf16(data)
+    if not found:
+        return ""
     dtypes = [d for d in (*SERVED[:3], "kvbits_int4", *SERVED[3:]) if any(d in rows for rows in found.values())]
     order = sorted(
         found,
@@ -312,6 +315,34 @@ def served(path: Path, command: str) -> str:
     said = f"\n\nvLLM's other dtypes of few bits at 48 x 8,192: {', '.join(more)}." if more else ""
     used = [r for key in order for r in found[key].values()]
     return f"{table(['batch x tokens', *(f'`{d}`' for d in dtypes)], lines)}{said}\n\n{measured(data, used, command)}"
+
+
+def drafts(folder: Path) -> str:
+    """Share of drafts that each dtype accepts, and tokens a step, of the newest session that has bf16."""
+    data = run_files.read(folder / "serve_vllm.json")
+    rows = sitting(
+        data,
+        [r for r in data["rows"] if r["mode"] == "drafts"],
+        lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some},
+    )
+    rows = [r for r in rows if r["load"]["drafts"] != "none"]
+    if not rows:
+        return ""
+    by_column = {(r["load"]["drafts"], r["batch"], r["kv_cache_dtype"]): r for r in rows}
+    columns = list(dict.fromkeys((drafts, batch) for drafts, batch, _ in by_column))
+    lines = [
+        [
+            f"`{d}`",
+            *(
+                f"{r['acceptance']:.0%}, {r['tokens_per_step']:.2f}" if (r := by_column.get((*at, d))) else ""
+                for at in columns
+            ),
+        ]
+        for d in SERVED
+        if any(name == d for *_, name in by_column)
+    ]
+    header = ["accepted, tokens a step", *(f"{drafts}, {batch} x {rows[0]['context']:,}" for drafts, batch in columns)]
+    return f"{table(header, lines)}\n\n{measured(data, rows, 'python benchmarks/bench_serve_vllm.py drafts')}"
 
 
 def loaded(mode: str) -> tuple[Row, list[Row]]:
@@ -653,6 +684,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
             (generate, "generate.json"),
             (prompts, "generate.json"),
             (serving, "serve_vllm.json"),
+            (drafts, "serve_vllm.json"),
             (serving_sglang, "serve_sglang.json"),
             (close, "close_pages.json"),
             (chunks, "attend_prefill.json"),

@@ -21,6 +21,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import tables_gpu  # noqa: E402
 from run_files import outdated, read  # noqa: E402
 from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
+from table_tools import tools_table  # noqa: E402
 
 from kvbits import planner, schemes  # noqa: E402
 from kvbits.errors import SpecError, counted  # noqa: E402
@@ -479,7 +480,7 @@ EQUAL_TAIL = 128
 """Raw newest tokens of the caches that are compared: as many as `klt4` keeps."""
 ANSWERED = ("int8_centered", "kivi4", "klt4", "klt3", "klt2")
 """Columns of answers."""
-RULER = ("ruler", "ruler-8192", "ruler-16384", "ruler-32000", "ruler-8192-second")
+RULER = ("ruler", "ruler-8192", "ruler-16384", "ruler-32000")
 ANSWERS = (
     ("copying", "copying"),
     ("tracking", "tracking"),
@@ -488,7 +489,9 @@ ANSWERS = (
     ("sampled", "gsm8k"),
     ("answers", "humaneval"),
 )
-"""Folders of nvidia-h100/length, and the task in it that is right or wrong."""
+"""Folders of `LENGTH`, and the task in it that is right or wrong."""
+LENGTH = "length"
+"""Folder beside the results: long texts, chains and answers on a GPU, a folder for each task."""
 PAGE = "page"
 """Folder beside the results, or below a machine's, of `make page`: every task on one model."""
 CALIBRATED = tuple(name for name in SHOWN if name.startswith("klt"))
@@ -538,12 +541,12 @@ def _replayed(benchmarks: Path) -> list[tuple[str, Cell, float]]:
 
 def points_tables(benchmarks: Path) -> tuple[str, ...]:
     """What is lost beside the 16-bit cache at length, between markers: KL by octave of a chain, beside other engines'
-    formats, token by token, by text; answers in points of 100; and what was not measured.
+    formats, token by token, by text; calls of functions; answers in points of 100; and what was not measured.
     """
     made: list[dict[str, Any]] = []
     every: list[tuple[str, Model, Cell]] = []
 
-    length, pages = benchmarks / "nvidia-h100" / "length", _pages(benchmarks)
+    length, pages = benchmarks / LENGTH, _pages(benchmarks)
 
     def cells(folders: Iterable[Path], task: str, called: str) -> list[tuple[Model, Cell]]:
         found = [x for folder in folders if folder.is_dir() for x in _found(folder, task)]
@@ -613,6 +616,7 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
                 [[f"{m}, {t}", *(row.get(name, "") for name in caches)] for (m, t), row in by_text.items()],
             ),
         ),
+        _between("points-tools", tools_table(length / "tools") if (length / "tools").is_dir() else UNMEASURED),
         _between("points-answers", f"{answers}\n\nRuns of this page: {dated(made)}."),
         _between("points-unmeasured", _unmeasured(every)),
     )
