@@ -318,30 +318,35 @@ def served(path: Path, command: str) -> str:
 
 
 def drafts(folder: Path) -> str:
-    """Share of drafts that each dtype accepts, and tokens a step, of the newest session that has bf16."""
+    """Share of drafts that each dtype accepts, tokens a step, and tokens a second with and without drafts, of the newest
+    session that has bf16.
+    """
     data = run_files.read(folder / "serve_vllm.json")
     rows = sitting(
         data,
         [r for r in data["rows"] if r["mode"] == "drafts"],
         lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some},
     )
-    rows = [r for r in rows if r["load"]["drafts"] != "none"]
     if not rows:
         return ""
     by_column = {(r["load"]["drafts"], r["batch"], r["kv_cache_dtype"]): r for r in rows}
     columns = list(dict.fromkeys((drafts, batch) for drafts, batch, _ in by_column))
+
+    def cell(r: Row | None) -> str:
+        if r is None:
+            return ""
+        drafted = "" if r["load"]["drafts"] == "none" else f"{r['acceptance']:.0%}, {r['tokens_per_step']:.2f}, "
+        return f"{drafted}{r['tokens_per_s']:,.0f}"
+
     lines = [
-        [
-            f"`{d}`",
-            *(
-                f"{r['acceptance']:.0%}, {r['tokens_per_step']:.2f}" if (r := by_column.get((*at, d))) else ""
-                for at in columns
-            ),
-        ]
+        [f"`{d}`", *(cell(by_column.get((*at, d))) for at in columns)]
         for d in SERVED
         if any(name == d for *_, name in by_column)
     ]
-    header = ["accepted, tokens a step", *(f"{drafts}, {batch} x {rows[0]['context']:,}" for drafts, batch in columns)]
+    header = [
+        "drafts, sequences x tokens",
+        *(f"{drafts}, {batch} x {rows[0]['context']:,}" for drafts, batch in columns),
+    ]
     return f"{table(header, lines)}\n\n{measured(data, rows, 'python benchmarks/bench_serve_vllm.py drafts')}"
 
 
