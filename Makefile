@@ -8,7 +8,7 @@
 # make wheels   wheels for an index into dist/, cross-compiled by Zig: looked at, installed into an empty environment, run on an emulated machine where qemu is here
 # make site   the documentation as a site, into build/site; a broken link fails
 # make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails where one spills more than its test states, and prints what is spilt (NVRTC, no GPU; an hour and more)
-# make page   what one point costs, on a CPU with the embedded model: the tasks of docs/results/points.md into PAGE=build/page; continues where it stopped (hours)
+# make page   what one point costs, on a CPU with the embedded model: the tasks of docs/results/points.md into PAGE=build/page; continues where it stopped (under an hour)
 # make night   nightly: the cases that make test and the gate leave out, here and inside vLLM and SGLang, the oldest releases that are served, and the newest against what the plugins declare
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
@@ -78,17 +78,17 @@ PAGE ?= build/page
 EVAL = OMP_NUM_THREADS=1 $(BIN)/kvbits eval embedded --dtype fp32 --threads 1 --out $(PAGE) --schemes int8_centered,int4,kivi4,kivi2,klt4,klt3,klt2
 
 page: setup
-	$(EVAL) --tasks decode --context 2048 --windows 3
+	$(EVAL) --tasks decode --context 2048 --windows 2
 	$(MAKE) -j2 page-chains page-answers
 
 page-chains:
-	$(EVAL),turboquant_4bit_nc,turboquant_3bit_nc --caches benchmarks/peers.py --tasks replay --length 4096 --windows 16
+	$(EVAL),turboquant_4bit_nc,turboquant_3bit_nc --caches benchmarks/peers.py --tasks replay --length 4096 --windows 4
 
 page-answers:
-	$(EVAL) --tasks copying --contexts 240,1000,4000 --new-tokens 256 --repeats 4
-	$(EVAL) --tasks tracking --contexts 512,2048 --repeats 3
-	$(EVAL) --tasks ruler --contexts 4096 --chunk 512
-	$(EVAL) --tasks fidelity --text novel --text code --length 8192 --windows 1 --batch-size 2
+	$(EVAL) --tasks copying --contexts 240,1000,4000 --new-tokens 256 --repeats 2
+	$(EVAL) --tasks tracking --contexts 512,2048 --repeats 2
+	$(EVAL) --tasks ruler --contexts 2048 --chunk 512
+	$(EVAL) --tasks fidelity --text novel --length 8192 --windows 1
 
 night: setup
 	$(BIN)/python -m pytest -q -n 2 -m night
