@@ -6,7 +6,7 @@
     python benchmarks/bench_attend_cpu.py --threads 2           wall time, on an idle machine or under `chrt -f 50`
     python benchmarks/bench_attend_cpu.py --chunks 32,128,512   chunks of a prompt over a history, beside torch's SDPA:
                                                                 what `kvbits bench` times
-    python benchmarks/bench_attend_cpu.py --shapes 32/8/128/8192/8 --prefix 8192   sequences that share pages
+    python benchmarks/bench_attend_cpu.py --shapes 32/8/128/8192/8 --prefix 7680   sequences that share pages
 
 Every candidate is checked against float64 on its dequantized values first, rotates over layers of at least 130 MB so
 that K and V come from memory, and takes turns with the others round by round. A plain read of 512 MB in the same rounds
@@ -117,6 +117,13 @@ for unknown in (*(n for n in args.presets if n not in TIMED), *(n for n in FORMA
         f" {', '.join(FORMATS)}"
     )
 NAMES = [*args.presets, *FORMAT_NAMES] or [*DEFAULT]
+SHORTEST = min(int(text.split("/")[3]) for text in args.shapes.split(","))
+if args.prefix and args.chunks:
+    parser.error("--prefix is for decoding; leave it or --chunks away")
+if not 0 <= args.prefix < SHORTEST:
+    parser.error(
+        f"--prefix {args.prefix} must be less than the {SHORTEST} tokens of the shortest of --shapes, and at least 0"
+    )
 torch.set_num_threads(args.threads)
 torch.manual_seed(0)
 if args.tier:

@@ -10,8 +10,8 @@ vLLM's operators on a bf16 cache, then each format as the plugin calls it, in in
 first against dense attention in float32. `decode` runs engines of a model on disk, vLLM's own and one of each format
 (`raw`: kvbits' kernels on 16 or 32 bits), each in a process of its own with as many threads, one after the other:
 prompts of random tokens, the first token of the first of them, the time from the last token but one of these to the
-last, then the median of the steps in which all sequences decode, and the process's largest resident memory, its cache no
-larger than the sequences. Prints a JSON line, `decode` one a case; a case that FILE has is not run again.
+last, then the median of the steps in which all sequences decode, and the process's largest resident memory, its cache
+no larger than the sequences. Prints a JSON line, `decode` one a case; a case that FILE has is not run again.
 """
 
 from __future__ import annotations
@@ -219,13 +219,14 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
     from vllm import LLM, SamplingParams
 
     batch, length = map(int, shape.split("x"))
+    folder = tempfile.TemporaryDirectory()  # goes with this process
     config: dict[str, Any] = (
         {"block_size": BLOCK} if name == "vllm" else {"block_size": 64, "attention_backend": "KVBITS"}
     )
     options = {"dtype": name} if name not in ("vllm", "raw") else {}
     if args.dummy:
         config |= {"load_format": "dummy", "skip_tokenizer_init": True}
-        calibration = Path(tempfile.mkdtemp()) / "random.safetensors"
+        calibration = Path(folder.name) / "random.safetensors"
         if options and calibrated_at_random(args.model, name, calibration):
             options["calibration"] = str(calibration)
     config |= {"additional_config": {"kvbits": options}} if options else {}
@@ -288,7 +289,7 @@ def decode(args: argparse.Namespace, threads: int) -> None:
             "filled": args.filled,
             "dummy": args.dummy,
         }
-        if same := [row for row in known if case.items() <= row.items()]:
+        if same := [row for row in known if case.items() <= ({"dummy": False} | row).items()]:
             known.remove(same[0])
             continue
         with ProcessPoolExecutor(1, context) as alone:

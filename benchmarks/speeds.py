@@ -91,7 +91,7 @@ def _read(folder: Path, pattern: str) -> list[dict[str, Any]]:
     return [read(path) for path in sorted(folder.glob(pattern))]
 
 
-def _machine(run: dict[str, Any]) -> str:
+def card_of(run: dict[str, Any]) -> str:
     """A run's GPU; of a run before records what its benchmark called it."""
     return str(
         run["gpu"]["name"]
@@ -122,7 +122,7 @@ def _attention(data: dict[str, Any]) -> list[dict[str, Any]]:
         rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in rows))
         bars.append({"label": f"16 bits ({rivals})", "value": 1.0, "kind": "stock"})
         made = [data["runs"][r["run"]] for r in rows]
-        where = f"{_machine(made[0])}, attention: {in_words(shape)}"
+        where = f"{card_of(made[0])}, attention: {in_words(shape)}"
         note = (
             "Attention of one new token in a whole cache, raw newest tokens included, on"
             f" {where.replace(', attention', '')}, against the fastest 16-bit kernel timed in the same run ({rivals})."
@@ -206,7 +206,7 @@ def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
             made = [data["runs"][r["run"]] for r in members]
             machine = (
                 f"vLLM {made[0]['versions'].get('vllm', '')}, {geometry}, {gpus} x"
-                f" {_machine(made[0])}{', compiled' if compiled else ''}"
+                f" {card_of(made[0])}{', compiled' if compiled else ''}"
             )
             where = f"{machine}: {words.format(batch=batch, context=context, load=load)}"
             note = (
@@ -297,7 +297,7 @@ def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
         )
         found.append(
             {
-                "title": f"{_machine(made[0])}, tokens: {what}",
+                "title": f"{card_of(made[0])}, tokens: {what}",
                 "unit": "times as fast as the stock cache",
                 "note": note,
                 "bars": bars,

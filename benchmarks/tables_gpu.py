@@ -318,8 +318,8 @@ def served(path: Path, command: str) -> str:
 
 
 def drafts(folder: Path) -> str:
-    """Share of drafts that each dtype accepts, tokens a step, and tokens a second with and without drafts, of the newest
-    session that has bf16.
+    """Share of drafts that each dtype accepts, tokens a step, and tokens a second with and without drafts: those of the
+    newest session that has bf16.
     """
     data = run_files.read(folder / "serve_vllm.json")
     rows = sitting(
@@ -645,7 +645,7 @@ def beside_fp8(folder: Path) -> str:
     sources = ((data, used), (judged, kl.values()))
     made = [of["runs"][r["run"]] for of, some in sources for r in some]
     return (
-        f"{table(header, lines)}\n\nOne H200 served Llama-3.1-8B's geometry; ratios are to bf16. KL is in nats, of"
+        f"{table(header, lines)}\n\nLlama-3.1-8B's geometry; ratios are to bf16. KL is in nats, of"
         f" {next(iter(kl.values()))['model']}, decoding in bfloat16. Runs: {runs.dated(made)}."
     )
 

@@ -20,7 +20,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import tables_gpu  # noqa: E402
 from run_files import outdated, read  # noqa: E402
-from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
+from speeds import card_of, complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
 from table_tools import tools_table  # noqa: E402
 
 from kvbits import planner, schemes  # noqa: E402
@@ -178,7 +178,7 @@ def preset_table(benchmarks: Path) -> str:
     if timed:
         rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in timed))
         shapes = len({r["shape"] for r in timed})
-        cards = _listed(list(dict.fromkeys(known[r["run"]]["gpu"]["name"] for r in timed)))
+        cards = _listed(list(dict.fromkeys(card_of(known[r["run"]]) for r in timed)))
         notes.append(
             f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) on one {cards}:"
             f" the worst and the best of {shapes} shapes. The speed at the top of this page has 32 sequences of"
@@ -219,15 +219,10 @@ def _listed(names: list[str]) -> str:
 
 
 def _models_in(benchmarks: Path, *names: str) -> list[Model]:
-    """Models of the folders of these names beside the results, and of those below a GPU's, each in every dtype, the one
-    of least rounding noise first.
+    """Models of the folders of these names beside the results, each in every dtype, the one of least rounding noise
+    first.
     """
-    folders = [
-        folder
-        for name in names
-        for folder in sorted([*benchmarks.glob(name), *benchmarks.glob(f"*/{name}")])
-        if any(folder.glob("*/*/*.json"))
-    ]
+    folders = [benchmarks / name for name in names if any((benchmarks / name).glob("*/*/*.json"))]
     found = [m for folder in folders for m in collect(folder).models.values() if "fidelity" in m.tasks]
     return sorted(found, key=lambda m: ("float32", "float16", "bfloat16").index(m.facts["dtype"]))
 

@@ -606,7 +606,7 @@ def test_generate_asks_the_cache_by_either_name(name, monkeypatch):
 
 @pytest.mark.parametrize("tier", TILE_TIERS)
 def test_chunks_read_their_history_in_tiles(tier):
-    """Logits of a chunk have other bits than by the tier without tiles, and are near to those. Single tokens have the same."""
+    """Logits of a chunk differ from those of the tier without tiles, and are near. Those of single tokens are the same."""
     model = tiny("llama", head_dim=32, num_attention_heads=8).bfloat16()
     ids = torch.randint(2, 97, (1, 300), generator=torch.Generator().manual_seed(1))
     before, found = library.tier(), []

@@ -29,8 +29,8 @@ HELP = (
 
 
 def keeps(record: logging.LogRecord) -> bool:
-    """Drop the one message that these dtypes may cost accuracy "without a proper scaling factor": every page has scales
-    of its own.
+    """Return whether a record is shown: all but the one that these dtypes may cost accuracy "without a proper scaling
+    factor". Every page has scales of its own.
     """
     said = record.getMessage()
     return "scaling factor" not in said or "kvbits_" not in said

@@ -45,7 +45,7 @@ def _read(vllm_config: Any, device: str) -> Model:
     )
     file = "" if drafts else options.calibration  # which is the served model's
     return read(
-        model_at(model.model, model.revision, "config.json" if file else None, config),
+        model_at(model.model, None if file else model.revision, None, config),
         _scheme(vllm_config.cache_config.cache_dtype, options.scheme, config),
         file,
         make=options.calibrate,

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import planner
-from ...errors import GONE, UnsupportedError
+from ...errors import GONE, UnsupportedError, unknown
 from ..engine.automatic import beside_weights, choose
 from ..engine.calibrated import model_at
 from ..engine.served import PAGE_SIZE
 from . import releases
 from .copies import has_copies
-from .formats import AUTO, NAMES, RAW_DTYPES
+from .formats import AUTO, NAMES, RAW_DTYPES, SHOWN
 from .options import misspelt, options_of
 
 logger = logging.getLogger("vllm.kvbits")
@@ -41,6 +41,8 @@ def _name(check_and_update_config: Callable[..., None], platform: Any, vllm_conf
         raise UnsupportedError(why)
     if dtype := options_of(vllm_config).dtype:
         name = f"kvbits_{dtype.removeprefix('kvbits_')}"
+        if name not in NAMES:
+            raise UnsupportedError(unknown("dtype", name, SHOWN))
         if named:
             raise UnsupportedError(
                 f'additional_config["kvbits"] has the dtype {name}, which is for vLLM before 0.33; pass'

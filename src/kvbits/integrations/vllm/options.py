@@ -14,7 +14,7 @@ from ... import schemes
 from ...errors import UnsupportedError
 from ..engine import options as engine
 from ..engine.served import COPIED
-from .formats import AUTO, FORMATS, NAMES, SCHEME, SHOWN
+from .formats import AUTO, FORMATS, NAMES, SCHEME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,7 @@ class Options(engine.Options):
 
     scheme: str = engine.option("", "the name of a scheme file")
     observe: bool = engine.option(False, "true or false")
-    dtype: str = engine.option(
-        "", f"a kvbits dtype ({', '.join(SHOWN)})", lambda x: not x or f"kvbits_{x.removeprefix('kvbits_')}" in NAMES
-    )
+    dtype: str = engine.option("", "the name of a kvbits dtype")
 
 
 KEY = "kvbits"
@@ -70,14 +68,10 @@ def options_of(vllm_config: Any) -> Options:
     drafts = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
     copied = _copied(dtype, given.get("scheme") if isinstance(given, dict) else None)
     # Drafts have the target's options, and for a moment its configuration under their own dtype.
-    alone = drafts is None and getattr(vllm_config.model_config, "runner_type", None) != "draft"
-    found = Options.checked(
-        given,
-        'additional_config["kvbits"]',
-        copied,
-        dtype if alone and dtype in NAMES and not copied else "",
-    )
-    if alone and found.scheme and dtype in FORMATS:
+    target = getattr(vllm_config.model_config, "runner_type", None) != "draft"
+    plain = target and dtype in NAMES and not copied and not _copied(drafts, None)
+    found = Options.checked(given, 'additional_config["kvbits"]', copied, dtype if plain else "")
+    if target and not drafts and found.scheme and dtype in FORMATS:
         raise UnsupportedError(
             f'additional_config["kvbits"] has scheme, which {dtype} never reads; leave it away, or pass'
             f" --kv-cache-dtype {SCHEME}"
@@ -85,7 +79,7 @@ def options_of(vllm_config: Any) -> Options:
     return found
 
 
-def _copied(dtype: str, path: Any) -> int:
+def _copied(dtype: Any, path: Any) -> int:
     """Return the newest tokens that are raw in some layers of a dtype unless users say otherwise."""
     if dtype == SCHEME:
         scheme = schemes.read(path) if isinstance(path, str) and path else None

@@ -56,7 +56,7 @@ CONTRACT = Contract(
         wraps(f"{_platform}.get_attn_backend_cls", "selected_backend attn_selector_config", ends=OUTSIDE),
         wraps(f"{_platform}.update_block_size_for_backend", "vllm_config", ends=OUTSIDE),
         wraps(f"{_platform}._align_heterogeneous_kv_block_size", "vllm_config backend_cls", ends=OUTSIDE),
-        reads(_platform, "device_type is_cpu is_cuda"),
+        reads(_platform, "device_type"),
         reads("vllm.v1.attention.selector:_cached_get_attn_backend", "cache_clear"),
         reads("vllm.v1.attention.selector:AttentionSelectorConfig", "kv_cache_dtype _asdict"),
         wraps("vllm.model_executor.layers.attention:Attention.__init__", "attn_backend", ends=OUTSIDE),

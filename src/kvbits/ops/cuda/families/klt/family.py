@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,14 @@ MOST_WARPS = 11
 (klt3).
 """
 MOST_WARPS_BESIDE = 7
-"""The same where newest tokens are read from finer copies, whose pages want larger slots. Over eleven with slots for
-half a page of copies, seven took 0.94 (klt2) and 0.92 (klt3) of the time, the geometric mean of six shapes on an H200.
+"""The same where slots hold whole pages of finer copies. Over eleven warps with slots for half a page of copies, seven
+took 0.94 (klt2) and 0.92 (klt3) of the time, the geometric mean of six shapes on an H200.
 """
+TIMED_BESIDE = 128
+"""Channels of the heads that this was timed with: others keep as many warps as have room."""
+
+LEAST_CHUNK = 32
+"""Tokens of a chunk, at least: those of a step."""
 
 
 class Klt(Family):
@@ -62,28 +67,29 @@ class Klt(Family):
         ask = dataclasses.replace(ask, fold=ask.fold and all(map(_bytes_fit, layouts)))
         raw_joins = ask.raw and d * ask.cols <= 2048
         least = 4 * d * RAW_TOKENS[-1] if raw_joins else 0
-        chunks = list(map(shape.chunk_tokens, layouts))
-        slot = -(-max(least, *map(_bytes, layouts, chunks)) // 128) * 128
-        raw_tokens = next(n for n in RAW_TOKENS if 4 * d * n <= slot) if raw_joins else RAW_TOKENS[0]
         # with the producer and those that make queries 16 or 12 warps, and 7 where registers are needed
         large = d * ask.cols > 128 * 8
-        most_warps = 4 if large else MOST_WARPS if ask.beside is None else MOST_WARPS_BESIDE
         steps = max(map(_key_steps, layouts))
-        units = [1 if large or n % 64 else 2 for n in chunks]
         makers, most_tiles = _makers(d)
-        for tiles in range(most_tiles, 0, -1):  # fewer only where no other shape fits
-            own_bytes = functools.partial(_frame_ring_bytes, d, steps, makers=makers, tiles=tiles, fold=ask.fold)
-            chosen = shape.fitting(  # more than two slots were no faster, and merging wants the room
-                ask, slot, chunk, units[0], most_warps, deep=False, own_bytes=own_bytes
-            )
-            ring = shape.ring_bytes(ask, chosen, slot) + own_bytes(chosen.warps)
-            mergers = _mergers(chosen.warps, ask.fold)
-            defines: dict[str, int | str] = dict(
-                shape.frame_defines(
-                    ask, chosen, ring, merge_cols=4 if ask.fold else None, own_start=True, mergers=mergers
+        for chunks, most_warps in _chunks(layout, ask.beside, least, large):
+            slot = -(-max(least, *map(_bytes, layouts, chunks)) // 128) * 128
+            raw_tokens = next(n for n in RAW_TOKENS if 4 * d * n <= slot) if raw_joins else RAW_TOKENS[0]
+            units = [1 if large or n % 64 else 2 for n in chunks]
+            for tiles in range(most_tiles, 0, -1):  # fewer only where no other shape fits
+                own_bytes = functools.partial(_frame_ring_bytes, d, steps, makers=makers, tiles=tiles, fold=ask.fold)
+                chosen = shape.fitting(  # more than two slots were no faster, and merging wants the room
+                    ask, slot, chunk, units[0], most_warps, deep=False, own_bytes=own_bytes
                 )
-            )
-            if int(defines["SHARED_BYTES"]) <= ask.shared_limit:
+                ring = shape.ring_bytes(ask, chosen, slot) + own_bytes(chosen.warps)
+                mergers = _mergers(chosen.warps, ask.fold)
+                defines: dict[str, int | str] = dict(
+                    shape.frame_defines(
+                        ask, chosen, ring, merge_cols=4 if ask.fold else None, own_start=True, mergers=mergers
+                    )
+                )
+                if int(defines["SHARED_BYTES"]) <= ask.shared_limit:
+                    break
+            if chosen.warps == most_warps:
                 break
         defines |= shape.slot_defines(chosen, slot, raw_tokens, raw_joins)
         defines |= {"MAKERS": makers, "FRAME_TILES": tiles, "FOLDED": int(ask.fold), "MOST_KEY_STEPS": steps}
@@ -115,8 +121,7 @@ class Klt(Family):
             and all(getattr(layout, x) == getattr(other, x) for x in sizes)
             and layout.value.basis == other.value.basis
             and not any(_refuses_attention(x, 1) for x in (layout, other))
-            and len(shape.pieces_of(layout, shape.chunk_tokens(layout)))
-            + len(shape.pieces_of(other, shape.chunk_tokens(other)))
+            and len(shape.pieces_of(layout, shape.chunk_tokens(layout))) + len(shape.pieces_of(other, LEAST_CHUNK))
             <= shape.MAX_PIECES
         )
 
@@ -205,6 +210,21 @@ def _bytes_fit(layout: PageLayout) -> bool:
 def _bytes(layout: PageLayout, tokens: int) -> int:
     """Count the bytes of a chunk of so many tokens."""
     return shape.used_bytes(shape.chunk_layout(layout, tokens))
+
+
+def _chunks(layout: PageLayout, beside: PageLayout | None, least: int, large: bool) -> Iterator[tuple[list[int], int]]:
+    """Yield the tokens of a chunk of each format and the most warps that read them, the fastest first, which is taken
+    where so many warps have room: whole pages of copies, then as much of a page as slots of the first format hold.
+    """
+    chunk = shape.chunk_tokens(layout)
+    if beside is None:
+        yield [chunk], 4 if large else MOST_WARPS
+        return
+    whole, room = shape.chunk_tokens(beside), max(least, _bytes(layout, chunk))
+    if not large and layout.head_dim == TIMED_BESIDE:
+        yield [chunk, whole], MOST_WARPS_BESIDE
+    sizes = (n for n in (whole, 128, 64) if n <= whole and whole % n == 0)
+    yield [chunk, next((n for n in sizes if _bytes(beside, n) <= room), LEAST_CHUNK)], 4 if large else MOST_WARPS
 
 
 def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> dict[str, int]:

@@ -42,8 +42,8 @@ struct TierKernels {
   void (*attend_item)(const AttendPlan* plan, const AttendItem* item, const AttendItem* next, void* scratch);
   const PageKernels* pages;
   int item_rows = ITEM_ROWS;  // most query rows of an item
-  // Why items of so many query rows are left to the tier `otherwise`, or null; a tier without it takes every call. A tier
-  // with it attends in tiles, whose items may have the rows of several sequences.
+  // Why items of so many query rows are left to the tier `otherwise`, or null; a tier without it takes every call. A
+  // tier with it attends in tiles, whose items may have the rows of several sequences.
   const char* (*refuses)(const kvbits_attend_call* call, int rows) = nullptr;
   const TierKernels* otherwise = nullptr;
 };

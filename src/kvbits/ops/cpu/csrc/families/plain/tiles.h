@@ -6,9 +6,9 @@
 
 namespace {
 
-// Groups of channels of keys whose tokens' scales are left to scores, 0 where numbers have their scales: codes of 8 bits
-// are one term without them, and two with them. Scales of values would be as many multiplications of probabilities, which
-// vectors do and which take longer than products of tiles with a second term.
+// Groups of channels of keys whose tokens' scales are left to scores, 0 where numbers have their scales: codes of 8
+// bits are one term without them, and two with them. Scales of values would be as many multiplications of
+// probabilities, which vectors do and which take longer than products of tiles with a second term.
 static int scaled_groups(const Tensor& t) {
   const bool alone = is_wide(t.format) && t.token_scales && !t.token_bias;
   return alone && t.group_channels % TILE_DEPTH == 0 && t.groups <= SCALED_GROUPS ? t.groups : 0;
