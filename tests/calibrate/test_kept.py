@@ -146,6 +146,7 @@ def calibrate(folder, *options):
     )
 
 
+@pytest.mark.night
 def test_two_processes_at_once_make_one(folder, home):
     both = [calibrate(folder) for _ in range(2)]
     ends = [one.communicate(timeout=120) for one in both]
