@@ -184,6 +184,20 @@ def preset_table(benchmarks: Path) -> str:
             f" the worst and the best of {shapes} shapes. The speed at the top of this page has 32 sequences of"
             f" {HELD_AT:,} tokens."
         )
+    between = {
+        name: min(found)
+        for name in TAKEN
+        if (
+            found := [
+                r["speedup_between_matmuls"] for r in gpu.get(name, {}).values() if "speedup_between_matmuls" in r
+            ]
+        )
+    }
+    if between:
+        notes.append(
+            "With a matrix product before each launch, as in a model, the worst shape runs at"
+            f" {_listed([f'{x:.2f} (`{name}`)' for name, x in between.items()])} times that kernel's speed."
+        )
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
         notes.append(
             f"On one thread of a CPU{cpu.instructions}, {_listed([f'`{n}`' for n in TAKEN if n in cpu.cells])} generate"
