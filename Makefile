@@ -87,7 +87,7 @@ page-chains:
 page-answers:
 	$(EVAL) --tasks copying --contexts 240,1000,4000 --new-tokens 256 --repeats 2
 	$(EVAL) --tasks tracking --contexts 512,2048 --repeats 2
-	$(EVAL) --tasks ruler --contexts 2048 --chunk 512
+	$(EVAL) --tasks ruler --contexts 1024 --chunk 512
 	$(EVAL) --tasks fidelity --text novel --length 8192 --windows 1
 
 night: setup
