@@ -171,7 +171,7 @@ def test_shares_that_cannot_be_are_refused(share):
 @pytest.mark.parametrize("name", ["raw_first", "copies_share"])
 def test_options_of_copies_are_refused_where_neither_target_nor_drafts_have_any(name):
     given = {name: 64 if name == "raw_first" else 0.1}
-    for drafts in (None, "kvbits_int8", "auto"):
+    for drafts in (None, "kvbits_int8_centered", "auto"):
         with pytest.raises(UnsupportedError, match=f"{name} without raw_newest"):
             options_of(config_of("kvbits_int8", given, drafts=drafts))
     assert options_of(config_of("kvbits_int8", given, drafts="kvbits_klt4"))

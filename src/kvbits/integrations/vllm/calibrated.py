@@ -33,10 +33,10 @@ def model_of(vllm_config: Any, device: torch.device) -> Model:
 
 
 def _read(vllm_config: Any, device: str) -> Model:
-    options, model, parallel = options_of(vllm_config), vllm_config.model_config, vllm_config.parallel_config
+    options, model = options_of(vllm_config), vllm_config.model_config
     config, drafts = model.hf_text_config, model.runner_type == "draft"
     ranks = ("tensor_parallel_size", "pipeline_parallel_size")
-    sizes = json.dumps({name: n for name in ranks if (n := getattr(parallel, name)) > 1})
+    sizes = json.dumps({name: n for name in ranks if (n := getattr(vllm_config.parallel_config, name)) > 1})
     else_pass = (
         f'--speculative-config \'{{.., "kv_cache_dtype": "{HEADS}"}}\'' if drafts else f"--additional-config {NAMED}"
     )

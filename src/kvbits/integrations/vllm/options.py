@@ -69,7 +69,7 @@ def options_of(vllm_config: Any) -> Options:
     copied = _copied(dtype, given.get("scheme") if isinstance(given, dict) else None)
     # Drafts have the target's options, and for a moment its configuration under their own dtype.
     target = getattr(vllm_config.model_config, "runner_type", None) != "draft"
-    plain = target and dtype in NAMES and not copied and not _copied(drafts, None)
+    plain = target and dtype in NAMES and dtype != drafts and not copied and not _copied(drafts, None)
     found = Options.checked(given, 'additional_config["kvbits"]', copied, dtype if plain else "")
     if target and not drafts and found.scheme and dtype in FORMATS:
         raise UnsupportedError(
