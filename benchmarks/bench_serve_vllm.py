@@ -110,9 +110,9 @@ def model_directory(geometry: str, layers: int | None) -> Path:
     return path
 
 
-def random_bases(model: Path, kv_cache_dtype: str) -> dict[str, Any]:
+def random_bases(model: Path, kv_cache_dtype: str, folder: Path | None = None) -> dict[str, Any]:
     """`additional_config` of a dtype whose keys are in a calibrated basis, with the file of an orthogonal one for each
-    head of a model; empty for others.
+    head of a model, in a folder, which is the model's if not given; empty for others.
     """
     from kvbits import schemes
     from kvbits.calibrate import Calibration, fingerprint
@@ -135,7 +135,7 @@ def random_bases(model: Path, kv_cache_dtype: str) -> dict[str, Any]:
                 for n, x in shapes.items()
             }
         )
-    file = model / "calibration.safetensors"
+    file = (folder or model) / "calibration.safetensors"
     Calibration(static, fingerprint(config, scheme), {"model": "random weights", "scheme": scheme.name}).save(file)
     return {"kvbits": {"calibration": str(file)}}
 

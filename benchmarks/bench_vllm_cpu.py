@@ -178,44 +178,12 @@ def attention(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
     ]
 
 
-def calibrated_at_random(model: Path, name: str, to: Path) -> bool:
-    """Write a calibration of random bases for a model that has no weights. Return False for a format without one."""
-    from transformers import AutoConfig
-
-    from kvbits import schemes
-    from kvbits.calibrate import Calibration
-    from kvbits.calibrate.calibration import fingerprint
-    from kvbits.evaluate.speed import made_up
-    from kvbits.geometry import layer_geometries
-    from kvbits.spec import PageLayout
-
-    config = AutoConfig.from_pretrained(model)
-    layers = layer_geometries(config)
-    scheme = schemes.for_layers(name, layers)
-    if not scheme.needs_calibration:
-        return False
-    static = []
-    for i, g in enumerate(layers):
-        key, value = scheme.for_layer(i, len(layers))
-        layout = PageLayout(
-            key=key,
-            value=value,
-            page_size=scheme.page_size,
-            num_kv_heads=g.num_kv_heads,
-            head_dim=g.head_dim,
-            value_head_dim=g.value_head_dim,
-        )
-        made = made_up(layout, torch.device("cpu"))
-        static.append({name: made[name] for name in ("k_basis", "k_mean")})
-    Calibration(static, fingerprint(config, scheme), {"scheme": name, "model": model.name}).save(to)
-    return True
-
-
 def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any]:
     """Steps of one engine, in this process.
 
     Sequences end at their length, which may be the model's longest; no token is shared but by chance.
     """
+    from bench_serve_vllm import random_bases
     from vllm import LLM, SamplingParams
 
     batch, length = map(int, shape.split("x"))
@@ -226,9 +194,7 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
     options = {"dtype": name} if name not in ("vllm", "raw") else {}
     if args.dummy:
         config |= {"load_format": "dummy", "skip_tokenizer_init": True}
-        calibration = Path(folder.name) / "random.safetensors"
-        if options and calibrated_at_random(args.model, name, calibration):
-            options["calibration"] = str(calibration)
+        options |= random_bases(args.model, f"kvbits_{name}", Path(folder.name)).get("kvbits", {})
     config |= {"additional_config": {"kvbits": options}} if options else {}
     config |= (
         {"kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}} if args.filled else {}

@@ -159,12 +159,14 @@ def preset_table(benchmarks: Path) -> str:
     """
     at_length = _models_in(benchmarks, LONG)
     gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], _cpu_benchmark(benchmarks)
-    rows, made, judged, timed = [], [], {}, []
+    rows, made, judged, timed, between = [], [], {}, [], {}
     for name, when in TAKEN.items():
         found = judged[name] = _by_model(name, at_length)
         speeds = list(gpu.get(name, {}).values())
         timed += speeds
         ratios = [r["speedup_real_cache"] for r in speeds]
+        if within := [r["speedup_between_matmuls"] for r in speeds if "speedup_between_matmuls" in r]:
+            between[name] = min(within)
         made += [run for _, c in found.values() for run in c.runs.values()]
         made += [known[r["run"]] for r in speeds]
         faster = f"{min(ratios):.1f}-{max(ratios):.1f}x" if ratios else UNMEASURED
@@ -184,11 +186,6 @@ def preset_table(benchmarks: Path) -> str:
             f" the worst and the best of {shapes} shapes. The speed at the top of this page has 32 sequences of"
             f" {HELD_AT:,} tokens."
         )
-    between = {}
-    for name in TAKEN:
-        ratios = [r["speedup_between_matmuls"] for r in gpu.get(name, {}).values() if "speedup_between_matmuls" in r]
-        if ratios:
-            between[name] = min(ratios)
     if between:
         notes.append(
             "With a matrix product before each launch, as in a model, the worst shape runs at"

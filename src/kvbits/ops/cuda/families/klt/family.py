@@ -216,15 +216,15 @@ def _chunks(layout: PageLayout, beside: PageLayout | None, least: int, large: bo
     """Yield the tokens of a chunk of each format and the most warps that read them, the fastest first, which is taken
     where so many warps have room: whole pages of copies, then as much of a page as slots of the first format hold.
     """
-    chunk = shape.chunk_tokens(layout)
+    chunk, most_warps = shape.chunk_tokens(layout), 4 if large else MOST_WARPS
     if beside is None:
-        yield [chunk], 4 if large else MOST_WARPS
+        yield [chunk], most_warps
         return
     whole, room = shape.chunk_tokens(beside), max(least, _bytes(layout, chunk))
     if not large and layout.head_dim == TIMED_BESIDE:
         yield [chunk, whole], MOST_WARPS_BESIDE
     sizes = (n for n in (whole, 128, 64) if n <= whole and whole % n == 0)
-    yield [chunk, next((n for n in sizes if _bytes(beside, n) <= room), LEAST_CHUNK)], 4 if large else MOST_WARPS
+    yield [chunk, next((n for n in sizes if _bytes(beside, n) <= room), LEAST_CHUNK)], most_warps
 
 
 def _format_defines(layout: PageLayout, chunk: int, units: int, number: int) -> dict[str, int]:
