@@ -87,7 +87,7 @@ def test_a_dtype_is_named_the_way_the_release_takes_it(model, engine):
         with pytest.raises(UnsupportedError, match="pass --kv-cache-dtype kvbits_int8"):
             engine("llama", "auto", additional_config={"kvbits": {"dtype": "int8"}})
     else:
-        with pytest.raises(UnsupportedError, match="no dtype 'kvbits_int9'"):
+        with pytest.raises(UnsupportedError, match="kvbits_int9"):
             engine("llama", "auto", additional_config={"kvbits": {"dtype": "int9"}})
         with pytest.raises(UnsupportedError, match="leave one of them away"):
             engine("llama", "fp8", additional_config={"kvbits": {"dtype": "int8"}})
