@@ -19,6 +19,8 @@ begins only if it ended within the time that is left when it last ran.
     KVBITS_MODELS      a folder of models (docs/results/evaluation.md): accuracy is measured on those of it
     KVBITS_TEXTS       a folder with wiki.test.raw and wiki.valid.tokens: evaluated and calibrated on; the shipped novel
                        if not given
+    KVBITS_DATA        a folder with gsm8k/test.jsonl, humaneval/HumanEval.jsonl and books/2600-0.txt: the tasks of
+                       docs/results/points.md need it
     KVBITS_DISK        a folder on a disk for the store's files; the folder of temporary files if not given
 
 Exit code: 0 all done, 1 something failed, 2 bad arguments or no GPU, 3 time ran out before the last part.
@@ -35,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -66,6 +68,12 @@ PROFILED = ("bf16", "kvbits_int8_centered", "kvbits_int4", "kvbits_klt4", "kvbit
 """Dtypes whose steps are taken apart."""
 AT_ONCE = 14
 """Processes that compile together."""
+POINTS_MODEL = "qwen2.5-coder-1.5b-instruct"
+"""The model of docs/results/points.md."""
+JUDGED = "int8_centered,kivi4,klt4,klt3,klt2"
+"""Presets whose answers are judged."""
+PROBLEMS = {"gsm8k": "gsm8k/test.jsonl", "humaneval": "humaneval/HumanEval.jsonl"}
+"""Benchmark -> file below KVBITS_DATA."""
 LEAST = 15
 """Seconds: less time than this starts nothing."""
 
@@ -75,10 +83,10 @@ class Part:
     """One process.
 
     Attributes:
-        argv: after "python"; {out} is the folder of results, {disk}, {models} and {texts} those of the environment.
+        argv: after "python"; {out} is the folder of results, {disk} that of the environment.
         writes: files of the folder of results that it adds to.
         seconds: what it is expected to take where no run says so; `limit`: when it is killed.
-        needs: modules, and environment variables as $NAME.
+        needs: modules.
         beside: the part that its ratios are over, measured in the same session.
     """
 
@@ -110,295 +118,165 @@ class Warm:
         return "vllm" in self.needs
 
 
-def bench(script: str, *argv: str, out: str | None = None) -> tuple[str, ...]:
-    return (f"benchmarks/{script}.py", *argv, *(("--out", f"{{out}}/{out}") if out else ()))
+def bench(command: str, out: str | None = None) -> tuple[str, ...]:
+    """Return the arguments of a benchmark: `command` is its name and options, separated by spaces."""
+    script, *options = command.split()
+    return (f"benchmarks/{script}.py", *options, *(("--out", f"{{out}}/{out}") if out else ()))
 
 
-def serving(
-    what: str,
-    suffix: str,
-    commands: Mapping[str, tuple[str, ...]],
-    seconds: int,
-    limit: int,
-    writes: str = "serve_vllm.json",
-) -> list[Part]:
-    """A part for each dtype, beside the one of bf16."""
-    found = []
-    for dtype, (mode, *options) in commands.items():
-        argv = bench("bench_serve_vllm", mode, "--kv-cache-dtype", dtype, *options, out=writes)
-        found.append(
+def parts(environment: Mapping[str, str]) -> list[Part]:
+    """Return all of them: kernels and Transformers, vLLM, accuracy; the most important of each first."""
+    return [*in_one_process(), *through_vllm(), *accuracy(environment), *points(environment)]
+
+
+def in_one_process() -> list[Part]:
+    """Return the tests, and what is timed on kernels and through Transformers."""
+
+    def part(name: str, what: str, command: str, out: str, seconds: int, limit: int) -> Part:
+        return Part(name, what, bench(command, out=out), out, seconds, limit)
+
+    presets, generated = " ".join(PRESETS), " ".join(GENERATED)
+    store = "bench_store --model llama-8b --prompt 16384 --chunk 4096 --stock --device cuda --threads 8"
+    places = (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))
+    tests = ("tests/run_gpu.py", "--out", "{out}/gpu_tests.json", "--", "-n", "14")
+    paper = ("-m", "studies", "paper", "--out", "{out}/paper.json")
+    return [
+        Part("tests", "the tests that need a GPU", tests, "gpu_tests.json", 300, 570),
+        part(
+            "decode",
+            "attention of README's presets in whole caches, beside cuDNN, FlashAttention-3 and FlashInfer",
+            f"bench_decode_gpu {presets}",
+            "attend_decode.json",
+            200,
+            450,
+        ),
+        part(
+            "generate",
+            "tokens through Transformers: the stock cache, 16 bits in a graph, presets in graphs",
+            f"bench_generate_gpu {generated} --eager-rows int8_centered --shapes 0 2",
+            "generate.json",
+            220,
+            450,
+        ),
+        part("close", "quantizing whole pages, and storing tokens", "bench_close_gpu", "close_pages.json", 120, 300),
+        part(
+            "chunks", "many queries over packed history", "bench_attend_gpu --prefill", "attend_prefill.json", 70, 180
+        ),
+        part("small", "where 16 bits are as fast", "bench_attend_gpu --small", "attend_small.json", 90, 200),
+        *(
+            part(
+                f"store-{name}",
+                f"a stored prompt of 16,384 tokens of an 8B model, from a {place}",
+                f"{store} --schemes int8_centered,int4 --where {folder}/kvbits_store",
+                "store.json",
+                60,
+                180,
+            )
+            for name, place, folder in places
+        ),
+        part("tiers", "tiers", "bench_attend_gpu --tiers", "attend_tiers.json", 45, 150),
+        part(
+            "prompts",
+            "prompts through Transformers in chunks of 2,048 tokens",
+            "bench_generate_gpu stock int8_centered kivi4 klt4 --prefill --shapes 0 --chunk 2048",
+            "generate.json",
+            70,
+            200,
+        ),
+        part(
+            "turns",
+            "generate() from a prompt of 2,048 tokens",
+            "bench_generate_gpu stock_flash int8_centered kivi4 --generate --modes eager graph"
+            " --eager-rows int8_centered",
+            "generate.json",
+            80,
+            200,
+        ),
+        part(
+            "compiled",
+            "a token's pass compiled and captured",
+            "bench_generate_gpu fa3 int8_centered --modes compiled_graph --shapes 0 --filled",
+            "generate.json",
+            120,
+            300,
+        ),
+        part(
+            "decode-others",
+            "attention of other presets in whole caches",
+            "bench_decode_gpu int8 fp8 int8k_int4v kivi2 nuq4-1% --shapes 0 1 5",
+            "attend_decode.json",
+            90,
+            240,
+        ),
+        Part("paper", "the INT8 paper's study", paper, "paper.json", 150, 400),
+    ]
+
+
+def through_vllm() -> list[Part]:
+    """Return what is timed through vLLM: a part for each dtype, beside the one of bf16."""
+
+    def serving(
+        what: str,
+        suffix: str,
+        commands: Mapping[str, str],
+        seconds: int,
+        limit: int,
+        writes: str = "serve_vllm.json",
+    ) -> list[Part]:
+        return [
             Part(
                 f"serve-{dtype}{suffix}",
                 f"{what} through vLLM: {dtype}",
-                argv,
+                bench(f"bench_serve_vllm {command} --kv-cache-dtype {dtype}", out=writes),
                 writes,
                 seconds,
                 limit,
                 ("vllm",),
                 f"serve-bf16{suffix}",
             )
-        )
-    return found
+            for dtype, command in commands.items()
+        ]
 
+    def each(dtypes: Iterable[str], command: str) -> dict[str, str]:
+        return dict.fromkeys(dtypes, command)
 
-def parts(environment: Mapping[str, str]) -> list[Part]:
-    """All of them, the most important first."""
-    prefilled = ("decode", "--prefill", "--shapes", "48x8192", "256x1024", "48x512")
+    largest = {d: f"decode --largest 8192 --max-batch {batch}" for d, batch in SERVED.items()}
+    served = [d for d in SERVED if d != "fp8"]
+    shapes = "--shapes 48x8192 256x1024 48x512"
+    turns = "turns --users 16 32 64 128 --seconds 60"
     return [
-        Part(
-            "tests",
-            "the tests that need a GPU",
-            ("tests/run_gpu.py", "--out", "{out}/gpu_tests.json", "--", "-n", "14"),
-            "gpu_tests.json",
-            300,
-            570,
-        ),
-        Part(
-            "decode",
-            "attention of README's presets in whole caches, beside cuDNN, FlashAttention-3 and FlashInfer",
-            bench("bench_decode_gpu", *PRESETS, out="attend_decode.json"),
-            "attend_decode.json",
-            200,
-            450,
-        ),
-        Part(
-            "generate",
-            "tokens through Transformers: the stock cache, 16 bits in a graph, presets in graphs",
-            bench(
-                "bench_generate_gpu",
-                *GENERATED,
-                "--eager-rows",
-                "int8_centered",
-                "--shapes",
-                "0",
-                "2",
-                out="generate.json",
-            ),
-            "generate.json",
-            220,
-            450,
-        ),
-        *serving(
-            "the largest batch",
-            "-largest",
-            {d: ("decode", "--largest", "8192", "--max-batch", str(most)) for d, most in SERVED.items()},
-            60,
-            200,
-        ),
-        *serving("step times behind prompts", "", dict.fromkeys(SERVED, prefilled), 90, 200),
-        Part(
-            "close",
-            "quantizing whole pages, and storing tokens",
-            bench("bench_close_gpu", out="close_pages.json"),
-            "close_pages.json",
-            120,
-            300,
-        ),
-        Part(
-            "chunks",
-            "many queries over packed history",
-            bench("bench_attend_gpu", "--prefill", out="attend_prefill.json"),
-            "attend_prefill.json",
-            70,
-            180,
-        ),
-        Part(
-            "small",
-            "where 16 bits are as fast",
-            bench("bench_attend_gpu", "--small", out="attend_small.json"),
-            "attend_small.json",
-            90,
-            200,
-        ),
-        *(
-            Part(
-                f"store-{place}",
-                f"a stored prompt of 16,384 tokens of an 8B model, from a {words}",
-                bench(
-                    "bench_store",
-                    "--model",
-                    "llama-8b",
-                    "--prompt",
-                    "16384",
-                    "--chunk",
-                    "4096",
-                    "--stock",
-                    "--device",
-                    "cuda",
-                    "--threads",
-                    "8",
-                    "--schemes",
-                    "int8_centered,int4",
-                    "--where",
-                    f"{folder}/kvbits_store",
-                    out="store.json",
-                ),
-                "store.json",
-                60,
-                180,
-            )
-            for place, words, folder in (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))
-        ),
-        *(
-            Part(
-                f"accuracy-{name}",
-                f"{name}: KL in chunks of 16 and token by token, read packed on this GPU",
-                accuracy(model, environment),
-                f"eval/{name}",
-                200,
-                450,
-            )
-            for name, model in models(environment).items()
-        ),
-        *(
-            Part(
-                f"long-{name}",
-                f"{name}: KL in a window of 8,192 tokens",
-                accuracy_at_length(model, environment),
-                f"eval-8192/{name}-float16",
-                260,
-                500,
-            )
-            for name, model in models(environment).items()
-        ),
+        *serving("the largest batch", "-largest", largest, 60, 200),
+        *serving("step times behind prompts", "", each(SERVED, f"decode --prefill {shapes}"), 90, 200),
         *serving(
             "a step with vLLM's default compilation",
             "-compiled",
-            dict.fromkeys(SERVED, ("decode", "--prefill", "--shapes", "48x8192", "--compile")),
+            each(SERVED, "decode --prefill --shapes 48x8192 --compile"),
             90,
             240,
         ),
-        Part(
-            "tiers",
-            "tiers",
-            bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"),
-            "attend_tiers.json",
-            45,
-            150,
-        ),
-        Part(
-            "prompts",
-            "prompts through Transformers in chunks of 2,048 tokens",
-            bench(
-                "bench_generate_gpu",
-                "stock",
-                "int8_centered",
-                "kivi4",
-                "klt4",
-                "--prefill",
-                "--shapes",
-                "0",
-                "--chunk",
-                "2048",
-                out="generate.json",
-            ),
-            "generate.json",
-            70,
-            200,
-        ),
-        Part(
-            "turns",
-            "generate() from a prompt of 2,048 tokens",
-            bench(
-                "bench_generate_gpu",
-                "stock_flash",
-                "int8_centered",
-                "kivi4",
-                "--generate",
-                "--modes",
-                "eager",
-                "graph",
-                "--eager-rows",
-                "int8_centered",
-                out="generate.json",
-            ),
-            "generate.json",
-            80,
-            200,
-        ),
-        Part(
-            "compiled",
-            "a token's pass compiled and captured",
-            bench(
-                "bench_generate_gpu",
-                "fa3",
-                "int8_centered",
-                "--modes",
-                "compiled_graph",
-                "--shapes",
-                "0",
-                "--filled",
-                out="generate.json",
-            ),
-            "generate.json",
-            120,
-            300,
-        ),
-        *serving(
-            "time to first token",
-            "-prompts",
-            dict.fromkeys([d for d in SERVED if d != "fp8"], ("prefill", "--prompts", "8192", "65536")),
-            60,
-            150,
-        ),
-        *serving(
-            "step times", "", dict.fromkeys(STOCK, ("decode", "--prefill", "--shapes", "48x8192", "48x512")), 75, 180
-        ),
+        *serving("time to first token", "-prompts", each(served, "prefill --prompts 8192 65536"), 60, 150),
+        *serving("step times", "", each(STOCK, "decode --prefill --shapes 48x8192 48x512"), 75, 180),
         *serving(
             "what a step's time goes to",
             "-profile",
-            dict.fromkeys(PROFILED, ("decode", "--shapes", "48x8192", "256x1024", "48x512", "--profile")),
+            each(PROFILED, f"decode {shapes} --profile"),
             60,
             150,
             "profile_vllm.json",
         ),
-        Part(
-            "decode-others",
-            "attention of other presets in whole caches",
-            bench(
-                "bench_decode_gpu",
-                "int8",
-                "fp8",
-                "int8k_int4v",
-                "kivi2",
-                "nuq4-1%",
-                "--shapes",
-                "0",
-                "1",
-                "5",
-                out="attend_decode.json",
-            ),
-            "attend_decode.json",
-            90,
-            240,
-        ),
         *serving(
             "the highest rate within P99 limits",
             "-goodput",
-            dict.fromkeys(LOADED, ("goodput", "--seconds", "60", "--within", "0.15", "--minutes", "7")),
+            each(LOADED, "goodput --seconds 60 --within 0.15 --minutes 7"),
             330,
             600,
         ),
-        *serving(
-            "long chats with prefix caching",
-            "-turns",
-            dict.fromkeys(LOADED, ("turns", "--users", "16", "32", "64", "128", "--seconds", "60")),
-            400,
-            700,
-        ),
-        Part(
-            "paper",
-            "the INT8 paper's study",
-            ("-m", "studies", "paper", "--out", "{out}/paper.json"),
-            "paper.json",
-            150,
-            400,
-        ),
+        *serving("long chats with prefix caching", "-turns", each(LOADED, turns), 400, 700),
     ]
 
 
 def models(environment: Mapping[str, str]) -> dict[str, Path]:
-    """Name -> folder or file of the models that there are, small ones first."""
+    """Return name -> folder or file of the models that there are, small ones first."""
     folder = Path(environment.get("KVBITS_MODELS") or "/nonexistent")
     found = [p for p in folder.glob("*") if p.suffix == ".gguf" or (p / "config.json").is_file()]
     return {p.name.removesuffix(".gguf"): p for p in sorted(found, key=_nbytes)}
@@ -408,10 +286,8 @@ def _nbytes(model: Path) -> int:
     return sum(p.stat().st_size for p in ([model] if model.is_file() else model.iterdir()))
 
 
-def accuracy(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
-    texts = environment.get("KVBITS_TEXTS")
-    given = ("--text", f"{texts}/wiki.test.raw", "--calibration-text", f"{texts}/wiki.valid.tokens") if texts else ()
-    sizes = ("--windows", "4", "--length", "1024", "--context", "1024", "--new-tokens", "128")
+def evaluation(model: Path, options: str, folder: str, *files: str) -> tuple[str, ...]:
+    """Return the arguments of `kvbits eval` on the GPU. `files`: options whose values may hold spaces."""
     return (
         "-m",
         "kvbits",
@@ -419,55 +295,97 @@ def accuracy(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
         str(model),
         "--device",
         "cuda",
-        "--dtype",
-        "bfloat16",
-        "--schemes",
-        ",".join(PRESETS),
-        "--tasks",
-        "fidelity,decode",
-        *sizes,
-        *given,
+        *options.split(),
+        *files,
         "--out",
-        "{out}/eval",
+        f"{{out}}/{folder}",
     )
 
 
-def accuracy_at_length(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """float16, whose rounding is an eighth of bfloat16's; calibrated on the shipped novel.
+def accuracy(environment: Mapping[str, str]) -> list[Part]:
+    """Return KL on each model: in chunks and token by token at 1,024 tokens, then in a window of 8,192.
 
-    Half a thousand passes a cache: the longest of these parts.
+    The long windows are in float16, whose rounding is an eighth of bfloat16's, and calibrated on the shipped novel. They
+    take half a thousand passes a cache.
     """
     texts = environment.get("KVBITS_TEXTS")
-    given = ("--text", f"{texts}/wiki.test.raw") if texts else ()
-    return (
-        "-m",
-        "kvbits",
-        "eval",
-        str(model),
-        "--device",
-        "cuda",
-        "--dtype",
-        "float16",
-        "--schemes",
-        ",".join(PRESETS),
-        "--windows",
-        "1",
-        "--length",
-        "8192",
-        *given,
-        "--out",
-        "{out}/eval-8192",
+    text = ("--text", f"{texts}/wiki.test.raw") if texts else ()
+    both = (*text, "--calibration-text", f"{texts}/wiki.valid.tokens") if texts else ()
+    schemes = f"--schemes {','.join(PRESETS)}"
+    short = (
+        f"--dtype bfloat16 {schemes} --tasks fidelity,decode --windows 4 --length 1024 --context 1024 --new-tokens 128"
     )
+    long = f"--dtype float16 {schemes} --windows 1 --length 8192"
+    found = models(environment).items()
+    return [
+        *(
+            Part(
+                f"accuracy-{name}",
+                f"{name}: KL in chunks of 16 and token by token, read packed on this GPU",
+                evaluation(model, short, "eval", *both),
+                f"eval/{name}",
+                200,
+                450,
+            )
+            for name, model in found
+        ),
+        *(
+            Part(
+                f"long-{name}",
+                f"{name}: KL in a window of 8,192 tokens",
+                evaluation(model, long, "eval-8192", *text),
+                f"eval-8192/{name}-float16",
+                260,
+                500,
+            )
+            for name, model in found
+        ),
+    ]
+
+
+def points(environment: Mapping[str, str]) -> list[Part]:
+    """Return the tasks of docs/results/points.md on the model of `POINTS_MODEL`, each into a folder of its own.
+
+    A chain is written token by token before it is read, so 16,384 tokens take minutes for any number of chains.
+    """
+    model, data = models(environment).get(POINTS_MODEL), environment.get("KVBITS_DATA")
+    if model is None or data is None:
+        return []
+    book = ("--text", f"{data}/books/2600-0.txt")
+    problems = [word for name, file in PROBLEMS.items() for word in ("--data", f"{name}={data}/{file}")]
+
+    def part(name: str, options: str, folder: str, seconds: int, *files: str) -> Part:
+        argv = evaluation(model, f"--dtype float16 --schemes {JUDGED} {options}", folder, *files)
+        return Part(f"points-{name}", f"{POINTS_MODEL}: {name}", argv, folder, seconds, 600)
+
+    chains = "--tasks replay --length 16384 --windows 32 --batch-size 32"
+    ruler = "--tasks ruler --chunk 512"
+    asked = ((4096, 4), (8192, 10), (16384, 10), (32000, 3))
+    return [
+        part("tracking", "--tasks tracking --contexts 512,2048,8192 --repeats 50", "length/tracking", 250),
+        part(
+            "copying",
+            "--tasks copying --contexts 240,1000,4000,8000,16000,30000 --new-tokens 256 --repeats 42",
+            "length/copying",
+            400,
+        ),
+        *(
+            part(f"ruler-{n}", f"{ruler} --contexts {n} --repeats {repeats}", f"length/ruler-{n}", 300, *book)
+            for n, repeats in asked
+        ),
+        part("gsm8k", "--tasks gsm8k --batch-size 64", "length/answers", 400, *problems),
+        part("gsm8k-drawn", "--tasks gsm8k --draws 3 --batch-size 64", "length/drawn", 600, *problems),
+        part("chains", chains, "length/chains", 600, *problems),
+    ]
 
 
 def warms() -> list[Warm]:
-    quick = ("--prefill", "--quick", "--schemes")
     return [
-        *(Warm(f"decode {p}", bench("bench_decode_gpu", p, "--warm"), ("decode", "generate")) for p in PRESETS),
+        *(Warm(f"decode {p}", bench(f"bench_decode_gpu {p} --warm"), ("decode", "generate")) for p in PRESETS),
         *(
             Warm(
                 f"generate {r}",
-                bench("bench_generate_gpu", r, "--warm", "--shapes", "0", "2"),
+                bench(f"bench_generate_gpu {r} --warm --shapes 0 2"),
                 ("generate", "store-ram", "store-disk", "prompts", "turns"),
                 ("fa3_fwd_interface",) if r == "fa3" else (),
             )
@@ -477,17 +395,17 @@ def warms() -> list[Warm]:
         *(
             Warm(
                 f"serve {d}",
-                bench("bench_serve_vllm", "decode", "--kv-cache-dtype", d, "--shapes", "48x512", "--warm"),
+                bench(f"bench_serve_vllm decode --kv-cache-dtype {d} --shapes 48x512 --warm"),
                 (f"serve-{d}", f"serve-{d}-largest", f"serve-{d}-goodput", f"serve-{d}-turns", f"serve-{d}-profile"),
                 ("vllm",),
             )
             for d in dict.fromkeys([*SERVED, *PROFILED])
         ),
         *(
-            Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",))
+            Warm(f"chunks {p}", bench(f"bench_attend_gpu --prefill --quick --schemes {p}"), ("chunks",))
             for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")
         ),
-        Warm("close fp8", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", "fp8"), ("close",)),
+        Warm("close fp8", bench("bench_close_gpu --closing-only --quick --schemes fp8"), ("close",)),
     ]
 
 

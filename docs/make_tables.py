@@ -482,7 +482,7 @@ EQUAL_TAIL = 128
 """Raw newest tokens of the caches that are compared: as many as `klt4` keeps."""
 ANSWERED = ("int8_centered", "kivi4", "klt4", "klt3", "klt2")
 """Columns of answers."""
-RULER = ("ruler", "ruler-8192", "ruler-16384", "ruler-32000")
+RULER = ("ruler-4096", "ruler-8192", "ruler-16384", "ruler-32000")
 ANSWERS = (
     ("copying", "copying"),
     ("tracking", "tracking"),

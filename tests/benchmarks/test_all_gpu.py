@@ -219,7 +219,9 @@ def test_the_machine_kills_what_takes_too_long(tmp_path):
 
 def commands(models=None):
     """Every command that all_gpu.py may run: (name of the part or the compilation, argv after "python")."""
-    environment = {"KVBITS_TEXTS": "/texts"} | ({"KVBITS_MODELS": str(models)} if models else {})
+    environment = {"KVBITS_TEXTS": "/texts", "KVBITS_DATA": "/data"} | (
+        {"KVBITS_MODELS": str(models)} if models else {}
+    )
     every = [(p.name, p.argv) for p in all_gpu.parts(environment)]
     every += [(f"warm {w.name}", w.argv) for w in all_gpu.warms()]
     return [(name, tuple(a.format(out="out", disk="disk") for a in argv)) for name, argv in every]
@@ -266,8 +268,9 @@ def parsed(argv, monkeypatch):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    (folder / "one").mkdir()
-    (folder / "one" / "config.json").write_text("{}")
+    for name in ("one", all_gpu.POINTS_MODEL):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text("{}")
     return folder
 
 
