@@ -241,7 +241,7 @@ def test_chains_have_simulated_peers_beside_presets():
 def test_one_page_of_a_cpu_fills_every_table_of_points(folder, tmp_path):
     """`make page` writes all tasks into one folder; what is there is shown, and the rest is said to be missing."""
     shutil.copytree(folder / "tiny", tmp_path / tables.PAGE / "tiny")
-    (asked,) = (BENCHMARKS / "length/ruler").iterdir()
+    (asked,) = (BENCHMARKS / "length/ruler-4096").iterdir()
     shutil.copytree(asked, tmp_path / tables.PAGE / asked.name)
     *_, texts, _, answers, missing = tables.points_tables(tmp_path)
     assert [line.split(", ")[0] for line in answers.splitlines() if "1.5b" in line] == ["| ruler at 4,096"]
