@@ -303,7 +303,7 @@ def evaluation(model: Path, options: str, folder: str, *files: str) -> tuple[str
 
 
 def accuracy(environment: Mapping[str, str]) -> list[Part]:
-    """Return KL on each model: in chunks and token by token at 1,024 tokens, then in a window of 8,192.
+    """Return KL on each model: in chunks and token by token at 1,024 tokens, in a window of 8,192, and with equal tails.
 
     The long windows are in float16, whose rounding is an eighth of bfloat16's, and calibrated on the shipped novel. They
     take half a thousand passes a cache.
@@ -315,6 +315,7 @@ def accuracy(environment: Mapping[str, str]) -> list[Part]:
     short = (
         f"--dtype bfloat16 {schemes} --tasks fidelity,decode --windows 4 --length 1024 --context 1024 --new-tokens 128"
     )
+    tails = ("--device", "cuda", "--length", "8192", "--windows", "2")
     long = f"--dtype float16 {schemes} --windows 1 --length 8192"
     found = models(environment).items()
     return [
@@ -337,6 +338,17 @@ def accuracy(environment: Mapping[str, str]) -> list[Part]:
                 f"eval-8192/{name}-float16",
                 260,
                 500,
+            )
+            for name, model in found
+        ),
+        *(
+            Part(
+                f"tails-{name}",
+                f"{name}: KL of formats and of other engines' recipes with 0, 128 and 512 raw newest tokens",
+                ("benchmarks/study_tails.py", str(model), *tails, *text, "--out", f"{{out}}/tails/{name}.json"),
+                f"tails/{name}.json",
+                300,
+                600,
             )
             for name, model in found
         ),
