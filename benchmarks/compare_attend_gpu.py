@@ -117,18 +117,41 @@ class Memory:
         return bench._launches(plan, self.q, call.layers) * max(1, 12 // call.layers), error
 
 
-def compile_kernels(package: str, bench: Any, names: Sequence[str]) -> None:
-    """Compile a tree's attention kernels for all shapes, as many at a time as there are cores."""
-    ahead, capability = importlib.import_module(f"{package}.ops.cuda.ahead"), torch.cuda.get_device_capability()
-    sources = []
+def compile_kernels(tree: str, bench: Any, names: Sequence[str], capability: tuple[int, int]) -> list[dict[str, Any]]:
+    """Compile a tree's attention kernels for all shapes, as many at a time as there are cores.
+
+    Returns:
+        registers of a thread and bytes that it spills, of each kernel.
+    """
+    package = {"before": OTHER, "now": "kvbits"}[tree]
+    ahead = importlib.import_module(f"{package}.ops.cuda.ahead")
+    kernels, sources = [], []
     for name in names:
         layouts = [x for x, _, _ in parts_of(bench, name, SHAPES[0][2])]
         packed = [x for x in layouts if not x.is_raw]
-        for heads in {heads for _, heads, _ in SHAPES}:
-            sources += ahead._attention(
-                [*packed, layouts[-1]], heads // bench.KV_HEADS, torch.bfloat16, False, capability
-            )
-    list(ahead.compiled(ahead.distinct(sources), capability))
+        for columns in sorted({heads // bench.KV_HEADS for _, heads, _ in SHAPES}):
+            sources += ahead._attention([*packed, layouts[-1]], columns, torch.bfloat16, False, capability)
+            kernels.append({"variant": tree, "scheme": name, "columns": columns})
+    for kernel, binary in zip(kernels, ahead.compiled(sources, capability), strict=True):
+        found = binary.resources("attend")
+        kernel |= {"registers": found.registers, "spill_bytes": found.spill_bytes}
+    return kernels
+
+
+def rows_of(name: str, shape: tuple[int, int, int], trees: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+    """Check and time both trees at one shape, by turns."""
+    torch.manual_seed(0)
+    memory = Memory(name, shape)
+    checked = {label: memory.launches(bench) for label, bench in trees.items()}
+    times: dict[str, list[float]] = {label: [] for label in trees}
+    for _ in range(rounds):
+        for label, (launches, _) in checked.items():
+            times[label].append(here.time_us(launches))
+    torch.cuda.empty_cache()
+    return [
+        {"scheme": name, "variant": label, "shape": shape, "error": error, "time_us": min(times[label])}
+        for label, (_, error) in checked.items()
+    ]
 
 
 def main() -> None:
@@ -137,32 +160,28 @@ def main() -> None:
     parser.add_argument("--schemes", default=",".join(here.BANDED))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--compile-only", action="store_true", help="registers and spills on sm_90; needs no GPU")
     args = parser.parse_args()
     names = args.schemes.split(",")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         trees = {"before": bench_of(args.tree, Path(folder)), "now": here}
-        for package, bench in ((OTHER, trees["before"]), ("kvbits", here)):
+        capability = (9, 0) if args.compile_only else torch.cuda.get_device_capability()
+        kernels = [x for tree, bench in trees.items() for x in compile_kernels(tree, bench, names, capability)]
+        for kernel in kernels:
+            print(*kernel.values(), sep="  ", flush=True)
+        for bench in trees.values():
             bench.be_quick(args.quick)
-            compile_kernels(package, bench, names)
-        for name in names:
+        for name in [] if args.compile_only else names:
             for shape in SHAPES:
-                torch.manual_seed(0)
-                memory = Memory(name, shape)
-                checked = {label: memory.launches(bench) for label, bench in trees.items()}
-                times: dict[str, list[float]] = {label: [] for label in trees}
-                for _ in range(args.rounds):
-                    for label, (launches, _) in checked.items():
-                        times[label].append(here.time_us(launches))
-                least = {label: min(found) for label, found in times.items()}
-                for label, (_, error) in checked.items():
-                    rows.append({"scheme": name, "variant": label, "shape": shape, "error": error})
-                    rows[-1] |= {"time_us": least[label], "rounds_us": times[label]}
-                words = (f"{k} {t:.1f} us ({t / least['before']:.3f})" for k, t in least.items())
+                found = rows_of(name, shape, trees, args.rounds)
+                words = (
+                    f"{x['variant']} {x['time_us']:.1f} us ({x['time_us'] / found[0]['time_us']:.3f})" for x in found
+                )
                 print(name, shape, *words, sep="  ", flush=True)
-                del memory, checked, launches
-                torch.cuda.empty_cache()
-    append(rows, args.out, device=torch.cuda.get_device_name())
+                rows += found
+    device = None if args.compile_only else torch.cuda.get_device_name()
+    append(rows, args.out, sections={"kernels": kernels}, device=device)
 
 
 if __name__ == "__main__":

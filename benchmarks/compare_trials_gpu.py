@@ -4,9 +4,9 @@
 
 A trial is a patch of this tree; without names all of benchmarks/trials run. Each is applied to a copy, and
 compare_attend_gpu.py checks and times the copy beside this tree in a process of its own. A trial that does not apply or
-compile, is wrong or takes longer than `--limit` seconds is reported, and the next one runs. The table has shares of this
-tree's time: the geometric mean of the shapes, the best and the worst. The last line is one JSON object; rows are added
-to --out.
+compile, is wrong or takes longer than `--limit` seconds is reported, and the next one runs. The table has registers and
+spills, and shares of this tree's time: the geometric mean of the shapes, the best and the worst. The last line is one
+JSON object; rows are added to --out. In rows the trial is "before", and this tree is "now".
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from run_files import append, arguments, read
+from run_files import append, arguments, newest, read
 
 HERE = Path(__file__).parent
 COPIED = ("src/kvbits", "benchmarks")
@@ -39,8 +40,9 @@ def copy_with(patch: Path, folder: Path) -> Path:
     return folder
 
 
-def rows_of(patch: Path, schemes: str, limit: float) -> list[dict[str, Any]]:
-    """Time a trial, and return its share of this tree's time at each shape.
+def sections_of(patch: Path, options: Sequence[str], limit: float) -> dict[str, Any]:
+    """Compare a trial with this tree; return rows of kernels and of times, the trial's as "before" and this tree's as
+    "now".
 
     Raises:
         subprocess.CalledProcessError: the trial does not apply or compile, or is wrong.
@@ -49,22 +51,23 @@ def rows_of(patch: Path, schemes: str, limit: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "rows.json"
         tree = copy_with(patch, Path(name) / "tree")
-        command = [sys.executable, str(HERE / "compare_attend_gpu.py"), str(tree), "--schemes", schemes, "--quick"]
-        subprocess.run(
-            [*command, "--out", str(out)],
-            check=True,
-            timeout=limit,
-            stderr=subprocess.PIPE,
-            stdout=sys.stderr,
-            text=True,
-        )
-        found = read(out)["rows"]
-    of_trial, of_tree = ([row for row in found if row["variant"] == label] for label in ("before", "now"))
-    return [
-        {"trial": patch.stem, "scheme": x["scheme"], "shape": x["shape"], "share": x["time_us"] / y["time_us"]}
-        | {"time_us": x["time_us"], "error": x["error"], "tree_time_us": y["time_us"], "tree_error": y["error"]}
-        for x, y in zip(of_trial, of_tree, strict=True)
-    ]
+        command = [
+            sys.executable,
+            str(HERE / "compare_attend_gpu.py"),
+            str(tree),
+            "--quick",
+            "--out",
+            str(out),
+            *options,
+        ]
+        subprocess.run(command, check=True, timeout=limit, stderr=subprocess.PIPE, stdout=sys.stderr, text=True)
+        return newest(read(out))
+
+
+def paired(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield a trial's row and this tree's of the same kernel or shape."""
+    of_trial, of_tree = ([row for row in rows if row["variant"] == label] for label in ("before", "now"))
+    yield from zip(of_trial, of_tree, strict=True)
 
 
 def reason_of(failure: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:
@@ -74,13 +77,23 @@ def reason_of(failure: subprocess.CalledProcessError | subprocess.TimeoutExpired
     return f"{failure} {text.strip()[-1000:]}"
 
 
-def line(trial: str, shares: dict[str, list[float]]) -> str:
-    """Return a line of the table: mean, best and worst share of each scheme."""
-    cells = [
-        f"{scheme} {math.prod(found) ** (1 / len(found)):.3f}, {min(found):.3f} to {max(found):.3f}"
-        for scheme, found in shares.items()
-    ]
-    return "  ".join([f"{trial:24s}", *cells])
+def lines_of(sections: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Yield the table's lines of a trial: each kernel's registers and spills, then each scheme's shares."""
+    for x, y in paired(sections["kernels"]):
+        yield (
+            f"  {x['scheme']}, {x['columns']} columns: {x['registers']} registers, {x['spill_bytes']} bytes spilled;"
+            f" this tree {y['registers']}, {y['spill_bytes']}"
+        )
+    pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for pair in paired(sections.get("rows", [])):
+        pairs.setdefault(pair[0]["scheme"], []).append(pair)
+    for scheme, found in pairs.items():
+        shares = [x["time_us"] / y["time_us"] for x, y in found]
+        errors = [max(pair[i]["error"] for pair in found) for i in (0, 1)]
+        yield (
+            f"  {scheme}: {math.prod(shares) ** (1 / len(shares)):.3f}, {min(shares):.3f} to {max(shares):.3f}; error"
+            f" {errors[0]:.1e}, this tree {errors[1]:.1e}"
+        )
 
 
 def main() -> None:
@@ -88,22 +101,22 @@ def main() -> None:
     parser.add_argument("patches", nargs="*", type=Path, default=sorted((HERE / "trials").glob("*.patch")))
     parser.add_argument("--schemes", default="klt4,klt3,klt2")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of a trial")
+    parser.add_argument("--compile-only", action="store_true", help="registers and spills on sm_90; needs no GPU")
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    table = []
+    options = ["--schemes", args.schemes, *(["--compile-only"] if args.compile_only else [])]
+    sections: dict[str, list[dict[str, Any]]] = {"rows": [], "kernels": [], "failures": []}
     for patch in args.patches:
+        print(patch.stem, flush=True)
         try:
-            found = rows_of(patch, args.schemes, args.limit)
+            found = sections_of(patch, options, args.limit)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as failure:
-            rows.append({"trial": patch.stem, "failure": reason_of(failure)})
-            table.append(f"{patch.stem:24s}  failed: {rows[-1]['failure']}")
-        else:
-            rows += found
-            schemes = dict.fromkeys(row["scheme"] for row in found)
-            table.append(line(patch.stem, {s: [row["share"] for row in found if row["scheme"] == s] for s in schemes}))
-        print(table[-1], flush=True)
-    print("\n".join(table))
-    append(rows, args.out)
+            sections["failures"].append({"trial": patch.stem, "reason": reason_of(failure)})
+            print(f"  failed: {sections['failures'][-1]['reason']}", flush=True)
+            continue
+        print("\n".join(lines_of(found)), flush=True)
+        for name in ("rows", "kernels"):
+            sections[name] += [{"trial": patch.stem} | row for row in found.get(name, [])]
+    append(sections.pop("rows"), args.out, sections=sections)
 
 
 if __name__ == "__main__":

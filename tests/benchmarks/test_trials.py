@@ -21,5 +21,6 @@ def test_a_trial_that_fails_is_reported_and_the_next_one_runs(tmp_path, monkeypa
     out = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["compare_trials_gpu.py", *map(str, patches), "--out", str(out)])
     compare_trials_gpu.main()
-    assert [row["trial"] for row in read(out)["rows"]] == ["first", "second"]
-    assert all("none.py" in row["failure"] for row in read(out)["rows"])
+    failures = read(out)["failures"]
+    assert [row["trial"] for row in failures] == ["first", "second"]
+    assert all("none.py" in row["reason"] for row in failures)
