@@ -12,6 +12,7 @@ JSON object; rows are added to --out. In rows the trial is "before", and this tr
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -22,21 +23,34 @@ from typing import Any
 
 from run_files import append, arguments, newest, read
 
+from kvbits.errors import DataError
+
 HERE = Path(__file__).parent
 COPIED = ("src/kvbits", "benchmarks")
 """What a patch may change."""
 
 
 def copy_with(patch: Path, folder: Path) -> Path:
-    """Copy this tree to a folder and apply a patch to the copy.
+    """Copy this tree to a folder and apply a patch to the copy, without git, which not every machine has.
 
     Raises:
-        subprocess.CalledProcessError: the patch does not apply.
+        DataError: a hunk's lines are not in the file, or several times.
     """
     for name in COPIED:
         ignored = shutil.ignore_patterns("results", "__pycache__")
         shutil.copytree(HERE.parent / name, folder / name, ignore=ignored)
-    subprocess.run(["git", "apply", str(patch.resolve())], cwd=folder, check=True, capture_output=True, text=True)
+    _, *files = re.split(r"^--- a/", patch.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for of_file in files:
+        head, *hunks = re.split(r"^@@ .*\n", of_file.partition("\ndiff --git ")[0] + "\n", flags=re.MULTILINE)
+        path = folder / head.split()[0]
+        text = path.read_text(encoding="utf-8")
+        for hunk in hunks:
+            lines = hunk.rstrip("\n").split("\n")
+            before, after = ("".join(f"{x[1:]}\n" for x in lines if x[:1] != sign) for sign in "+-")
+            if text.count(before) != 1:
+                raise DataError(f"{patch.name} does not apply: {path.name} has {text.count(before)} times\n{before}")
+            text = text.replace(before, after)
+        path.write_text(text, encoding="utf-8")
     return folder
 
 
@@ -45,7 +59,8 @@ def sections_of(patch: Path, options: Sequence[str], limit: float) -> dict[str, 
     "now".
 
     Raises:
-        subprocess.CalledProcessError: the trial does not apply or compile, or is wrong.
+        DataError: the trial does not apply.
+        subprocess.CalledProcessError: the trial does not compile, or is wrong.
         subprocess.TimeoutExpired: the trial takes longer than `limit` seconds.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -70,10 +85,10 @@ def paired(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dic
     yield from zip(of_trial, of_tree, strict=True)
 
 
-def reason_of(failure: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:
-    """Return how a command failed and the end of what it printed."""
-    printed = failure.stderr or ""  # bytes after a timeout
-    text = printed if isinstance(printed, str) else printed.decode(errors="replace")
+def reason_of(failure: Exception) -> str:
+    """Return why a trial failed: the error, and the end of what its command printed."""
+    printed = getattr(failure, "stderr", None) or ""
+    text = printed if isinstance(printed, str) else printed.decode(errors="replace")  # bytes after a timeout
     return f"{failure} {text.strip()[-1000:]}"
 
 
@@ -109,7 +124,7 @@ def main() -> None:
         print(patch.stem, flush=True)
         try:
             found = sections_of(patch, options, args.limit)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as failure:
+        except (DataError, subprocess.SubprocessError) as failure:
             sections["failures"].append({"trial": patch.stem, "reason": reason_of(failure)})
             print(f"  failed: {sections['failures'][-1]['reason']}", flush=True)
             continue
