@@ -54,7 +54,7 @@ def copy_with(patch: Path, folder: Path) -> Path:
     return folder
 
 
-def sections_of(patch: Path, options: Sequence[str], limit: float) -> dict[str, Any]:
+def sections_of(patch: Path, options: Sequence[str], limit: float) -> dict[str, list[dict[str, Any]]]:
     """Compare a trial with this tree; return rows of kernels and of times, the trial's as "before" and this tree's as
     "now".
 
@@ -76,7 +76,11 @@ def sections_of(patch: Path, options: Sequence[str], limit: float) -> dict[str, 
             *options,
         ]
         subprocess.run(command, check=True, timeout=limit, stderr=subprocess.PIPE, stdout=sys.stderr, text=True)
-        return newest(read(out))
+        found = newest(read(out))
+    return {
+        name: [{"trial": patch.stem} | {k: x for k, x in row.items() if k != "run"} for row in found.get(name, [])]
+        for name in ("rows", "kernels")
+    }
 
 
 def paired(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -100,7 +104,7 @@ def lines_of(sections: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
             f" this tree {y['registers']}, {y['spill_bytes']}"
         )
     pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-    for pair in paired(sections.get("rows", [])):
+    for pair in paired(sections["rows"]):
         pairs.setdefault(pair[0]["scheme"], []).append(pair)
     for scheme, found in pairs.items():
         shares = [x["time_us"] / y["time_us"] for x, y in found]
@@ -129,8 +133,8 @@ def main() -> None:
             print(f"  failed: {sections['failures'][-1]['reason']}", flush=True)
             continue
         print("\n".join(lines_of(found)), flush=True)
-        for name in ("rows", "kernels"):
-            sections[name] += [{"trial": patch.stem} | row for row in found.get(name, [])]
+        for name, rows in found.items():
+            sections[name] += rows
     append(sections.pop("rows"), args.out, sections=sections)
 
 
