@@ -48,7 +48,7 @@ BASE = "auto"
 PAGE = 64
 """Tokens of a block of the prefix cache."""
 CACHE_BYTES = 2 << 30
-"""Of the cache on a GPU, a fixed size, so that several such runs can share one; and of every cache with `--hits`."""
+"""Bytes of the cache on a GPU, and of every cache with `--hits`: fixed, so that several such runs can share a GPU."""
 
 
 def windows(model: Path, text: str, count: int, length: int) -> list[list[int]]:
@@ -149,7 +149,7 @@ def close(llm: Any) -> None:
 
 
 def positions(flat: Any, tokens: list[int], first: int) -> list[Position]:
-    """Of vLLM's flat log-probabilities, those of `tokens`, which stand at `first` and behind."""
+    """Return the log-probabilities of `tokens`, which stand at `first` and behind, from vLLM's flat ones."""
     found = []
     for i, token in enumerate(tokens, first):
         begin, end = flat.start_indices[i], flat.end_indices[i]

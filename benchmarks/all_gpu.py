@@ -493,7 +493,7 @@ def warms() -> list[Warm]:
 
 @dataclass
 class Machine:
-    """What is run on: replaced in tests."""
+    """Machine that parts run on; tests replace it."""
 
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     clock: Callable[[], float] = time.monotonic
@@ -523,7 +523,7 @@ class Machine:
                 return None
 
     def missing(self, needs: Sequence[str]) -> str | None:
-        """What of `needs` is not here."""
+        """Return the first of `needs` that is not installed, or None."""
         path = [
             *filter(None, [self.environment.get("KVBITS_VLLM_SITE"), self.environment.get("KVBITS_PEERS_SITE")]),
             *sys.path,
@@ -546,11 +546,11 @@ class Session:
         self.run["session"] = self.name
 
     def _here(self, run: Mapping[str, Any]) -> bool:
-        """Whether a run was of this commit on this machine since it started."""
+        """Return whether a run was of this commit, on this machine since its start."""
         return run.get("facts", {}).get("boot") == self.machine.boot and self._alike(run)
 
     def _alike(self, run: Mapping[str, Any]) -> bool:
-        """Whether a run was of this commit on such a GPU."""
+        """Return whether a run was of this commit, on such a GPU."""
         known = run["commit"] is not None and not run["dirty"] and not self.run["dirty"]
         return known and run["commit"] == self.run["commit"] and (run["gpu"] or {}).get("name") == self.gpu
 
@@ -558,13 +558,13 @@ class Session:
         return float("inf") if self.end is None else self.end - self.machine.clock()
 
     def last_seconds(self, part: Part) -> float | None:
-        """How long the part took when it last ended well, on whatever machine."""
+        """Return how long the part took when it last ended well, on any machine, or None."""
         return next(
             (r["seconds"] for r in reversed(self.state["rows"]) if r["part"] == part.name and r["exit"] == 0), None
         )
 
     def done(self, part: Part, chosen: Sequence[Part]) -> bool:
-        """Whether it need not run again.
+        """Return whether the part need not run again.
 
         `chosen`: the parts that are asked for; one that others' ratios are over runs again where one of those must.
         """
@@ -699,7 +699,7 @@ def table(lines: Sequence[tuple[str, str, str, str]]) -> str:
 
 
 def listing(session: Session, chosen: Sequence[Part]) -> str:
-    """What would run, and how long each part took last time."""
+    """List what would run, and how long each part took last time."""
     lines = [("part", "took", "state", "what")]
     for p in chosen:
         last, absent = session.last_seconds(p), session.machine.missing(p.needs)

@@ -222,7 +222,9 @@ def timed(run: Callable[[int], object], turn: int, threads: int) -> float:
 
 
 def calls_in_processes(run: Callable[[int], object], processes: int, seconds: float = 0.3) -> int:
-    """How many calls that many processes of one thread finish at the same time. Each begins at another layer."""
+    """Count the calls that so many processes of one thread finish at the same time. Each process begins at another
+    layer.
+    """
     torch.set_num_threads(1)
     begin = time.time() + 0.05
     pipes = []

@@ -78,8 +78,8 @@ def made_up_mean(basis: torch.Tensor) -> torch.Tensor:
 
 
 def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
-    """What calibration would give for normal numbers: even codebooks, one range per channel, a made-up basis, llama's
-    frequencies.
+    """Make what calibration would return for normal numbers: even codebooks, one range per channel, a made-up basis,
+    Llama's frequencies.
     """
     static = {}
     for kind, spec in (("k", layout.key), ("v", layout.value)):
@@ -219,7 +219,7 @@ def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_
 
 
 def error_of(call: Call, q: torch.Tensor, out: torch.Tensor, positions: torch.Tensor) -> float:
-    """Of the first layer, last 16 queries, against float64."""
+    """Return the error of the first layer's last 16 queries relative to float64."""
     want, _ = exact(q[:, -16:], call.stores(0), call.tables, positions=positions[:, -16:])
     return float((out[:, -16:].double() - want).norm() / want.norm())
 

@@ -51,8 +51,8 @@ def _rows() -> dict[str, tuple[QuantSpec, QuantSpec]]:
 
 
 def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout, product: bool) -> bool:
-    """Whether pages hold the reference's bytes; of keys that are products with a basis but for ties, and what follows
-    from them.
+    """Return whether pages hold the reference's bytes. Keys that are products with a basis may differ in ties, and in
+    what follows from ties.
     """
     differ, values = (
         (pages != want).double(),

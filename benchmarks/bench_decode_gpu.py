@@ -52,8 +52,8 @@ MATMUL = (4096, 14336)  # 117 MB in bf16
 
 
 def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | None:
-    """What calibration would give for normal numbers: even codebooks; a basis of another direction for each channel, no
-    longer than a step.
+    """Make what calibration would return for normal numbers: even codebooks, or a basis with another
+    direction for each channel, of lengths that suit a step of 1.
     """
     if not scheme.needs_calibration:
         return None
@@ -94,7 +94,7 @@ def layers_for(scheme: Scheme, batch: int, tokens: int) -> int:
 
 
 def read_of(cache: PagedCache, layer: int, rows: list[int]) -> tuple[list[PageStore], list[Table]]:
-    """What attention of some sequences reads, led by the host."""
+    """Return the stores and tables that attention of some sequences reads, as the host leads it."""
     found = cache.groups[0].tables()
 
     def of_rows(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -183,7 +183,7 @@ def host_led(cache: PagedCache, q: torch.Tensor, scheme: Scheme, layers: int, re
 
 
 def bench_shapes(args: argparse.Namespace, copy: float) -> list[str]:
-    """What could not be timed."""
+    """Time every shape. Return the names of what could not be timed."""
     failed, product = [], None if args.quick else matmuls()
     for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
         shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"

@@ -267,7 +267,7 @@ def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, mode: str, w
 
 
 class Stamps(BaseStreamer):
-    """When tokens came."""
+    """Streamer that notes when tokens came."""
 
     def __init__(self) -> None:
         self.at: list[float] = []

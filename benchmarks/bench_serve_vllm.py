@@ -64,7 +64,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a GPU starts none: vLLM's workers are forked
 }
-"""Of the process, where nothing else is set."""
+"""Environment of the process, where nothing else is set."""
 GEOMETRIES = {
     "llama-3.1-8b": {
         "hidden_size": 4096,
@@ -617,7 +617,7 @@ def keep(args: argparse.Namespace, llm: Any, found: dict[str, Any]) -> None:
 
 
 def how_compiled(llm: Any) -> dict[str, Any]:
-    """What vLLM made of its settings: compilation mode, kinds of graphs."""
+    """Return what vLLM made of its settings: the compilation mode and the kinds of graphs."""
     config = llm.llm_engine.vllm_config.compilation_config
     return {
         "compilation_mode": int(config.mode),

@@ -1,4 +1,4 @@
-"""What a prefix store costs and saves: bytes, put and load against plain copies of the same bytes, time to the first
+"""Costs and savings of a prefix store: bytes, put and load against plain copies of the same bytes, time to the first
 token on a real model.
 
     python benchmarks/bench_store.py --tokens 32768 --schemes int4,kivi2 --where /data/store
@@ -125,7 +125,7 @@ def same(a: PagedCache, b: PagedCache) -> bool:
 
 
 def attention(cache: PagedCache, layers: int) -> torch.Tensor:
-    """What one token's queries get in the first layers, [layers, ..]; the cache stays as it is."""
+    """Return what one token's queries read in the first layers, [layers, ..]. The cache stays as it is."""
     g = cache.spec.layers[0]
     x = torch.randn(layers, 1, 1, 4 * g.num_kv_heads, g.head_dim, generator=torch.Generator().manual_seed(0)).to(
         DEVICE, torch.bfloat16
@@ -163,7 +163,7 @@ def resident(path: Path) -> float:
 
 
 def drop(where: Path) -> bool:
-    """Whether no page of the files below `where` is in memory any more."""
+    """Drop the files below `where` from memory. Return whether no page of theirs is left there."""
     files = [p for p in where.rglob("*") if p.is_file() and p.stat().st_size]
     for path in files:
         with path.open("rb") as file:

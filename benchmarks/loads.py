@@ -1,4 +1,4 @@
-"""What is asked of an engine, and how long it took: requests at Poisson times, users of long chats, percentiles, the
+"""Loads of an engine, and how long answers took: requests at Poisson times, users of long chats, percentiles, the
 highest rate that holds.
 
 No engine and no clock is in here: `drive` takes an `Engine`, which has both. Requests are made from seeds, so every
@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step of an engine brought to a request.
+    """Result of an engine's step for one request.
 
     Attributes:
         ids: new tokens.
@@ -91,7 +91,7 @@ class Timing:
 
 
 class Engine(Protocol):
-    """What serves."""
+    """Server of requests, with a clock."""
 
     def now(self) -> float:
         """Seconds."""
@@ -104,19 +104,19 @@ class Engine(Protocol):
     def step(self) -> Iterable[Update]: ...
 
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return whether any request is unfinished."""
 
     def abort(self, names: list[str]) -> None: ...
 
 
 class Load(Protocol):
-    """What is asked when."""
+    """Source of requests over time."""
 
     def due(self, now: float) -> Iterable[tuple[float, Request]]:
         """Requests whose time has come, each once, with that time."""
 
     def next(self) -> float | None:
-        """When the next request is due that is known of; None where all are asked or wait for an answer."""
+        """Return when the next known request is due; None if all were asked or wait for an answer."""
 
     def answered(self, name: str, ids: list[int], now: float) -> None:
         """The whole answer of a request."""
@@ -293,14 +293,14 @@ def most_at_once(timings: Iterable[Timing]) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the 99th percentiles may be, in seconds: of the first token, and of the time per token after it."""
+    """Limits of the 99th percentiles, in seconds: for the first token, and for each token after it."""
 
     first: float
     per_token: float
     share: float = 0.99
 
     def broken(self, timings: Sequence[Timing], now: float, count: int) -> bool:
-        """Whether `count` requests, these among them, will be past a limit whatever becomes of the others."""
+        """Return whether `count` requests, these among them, will be past a limit whatever becomes of the others."""
         late = (
             sum(t.wait(now) > self.first for t in timings),
             sum(t.least_per_token(now) > self.per_token for t in timings),
@@ -308,8 +308,8 @@ class Limits:
         return max(late) > count - math.ceil(self.share * count)
 
     def hold(self, timings: Sequence[Timing], now: float) -> bool:
-        """Whether these requests are within the limits: those that wait with what they have waited, answers under way
-        with their time per token so far.
+        """Return whether these requests are within the limits. Requests that wait count with their wait so far, and
+        answers under way with their time per token so far.
         """
         waits, rates = [t.wait(now) for t in timings], [x for t in timings if (x := t.per_token) is not None]
         return not any(at_share(xs, self.share) > limit for xs, limit in ((waits, self.first), (rates, self.per_token)))

@@ -37,7 +37,7 @@ def outdated(name: str, run: Mapping[str, Any]) -> bool:
 
 
 def problems(data: Any) -> list[str]:
-    """What keeps a result file's figures from belonging to a run: entries without one, records without a field.
+    """List what keeps a result file's figures from belonging to a run: entries without one, records without a field.
 
     Empty for a sound file.
     """

@@ -164,7 +164,7 @@ SERVED = {
         "{batch} users of chats of up to {context:,} tokens",
     ),
 }
-"""What is drawn of rows of bench_serve_vllm.py: their mode, the number, its unit, where it was measured."""
+"""Drawings of rows of bench_serve_vllm.py: their mode, the number, its unit, where it was measured."""
 BEST = ("largest", "highest")
 """Kinds of rows that each cache has at a batch of its own: its largest, or the highest rate that it held."""
 
@@ -218,7 +218,7 @@ def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _load(row: dict[str, Any]) -> str:
-    """What was asked of an engine, in words; empty where a row says nothing of it."""
+    """Describe the load of an engine in words; return "" if a row does not name one."""
     load = row.get("load", {})
     if "tpot_limit_ms" in load:
         return (

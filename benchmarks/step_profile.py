@@ -1,5 +1,5 @@
-"""Where the time of a serving step goes: the kernels of a few steps under torch.profiler, in groups by name, with what
-runs at the same time counted once.
+"""Time of a serving step by kernel: the kernels of a few steps under torch.profiler, in groups by name, with what runs
+at the same time counted once.
 
 `Profiled` stands in for an engine's step, `of_trace` makes of its trace what a row of results has, in microseconds a
 step:
@@ -102,7 +102,7 @@ class Profiled:
 
 
 def of_trace(trace: Mapping[str, Any], steps: int = STEPS) -> dict[str, Any]:
-    """What `account` says of a Chrome trace of so many steps.
+    """Return the `account` of a Chrome trace of so many steps.
 
     Raises:
         ValueError: no kernel is there once a step, so that none says where steps begin.

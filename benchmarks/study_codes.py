@@ -1,4 +1,4 @@
-"""What codes, frames, means and tails are worth to klt: KL of a whole model that reads every token as decoding would.
+"""Worth of codes, frames, means and tails to klt: KL of a whole model that reads every token as decoding would.
 
     python benchmarks/study_codes.py MODEL --device cuda --length 8192 --windows 4 --out codes.json
     python benchmarks/study_codes.py MODEL --length 1024 --only klt2,klt2-T --calibration a.txt --text wiki.test.raw
@@ -61,12 +61,12 @@ LOST = dict(enumerate(DISTORTION)) | {8: 7.5e-5}
 ROWS = 512
 """Rows of scores, or of logits, at a time."""
 KEPT = ("num_tokens", "nll", "tvd", "kl_max", "kl_worst", "kl_lost")
-"""What a row has of a window's `Fidelity.record`."""
+"""Fields of a window's `Fidelity.record` that a row keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """What a page's tokens are coded with.
+    """Codes of a page's tokens.
 
     Attributes:
         bands: of keys, at any head_dim.
@@ -91,7 +91,7 @@ class Codes:
         return dataclasses.replace(schemes.get("klt4").value, bands=(self.bits,) * -(-head_dim // 16))
 
     def stored_bits(self, head_dim: int) -> float:
-        """Of a number, with the scale."""
+        """Return the bits of a number, with its share of the scale."""
         return (sum(self.key().widths(head_dim)) / -(-head_dim // 16) + self.bits) / 2 + 8 / head_dim
 
 
@@ -111,7 +111,7 @@ class Variant:
     again: bool = False
 
     def held_bits(self, head_dim: int, length: int) -> float:
-        """Of a number of a cache of `length` tokens, each counted once."""
+        """Return the bits of a number in a cache of `length` tokens, each counted once."""
         near = self.near_tokens if self.near else 0
         stored = max(0, length - SINKS - self.raw - near)
         inner = self.near.stored_bits(head_dim) * min(near, length - SINKS - self.raw) if self.near else 0.0

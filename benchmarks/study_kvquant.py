@@ -1,4 +1,4 @@
-"""What each part of KVQuant is worth on a model, through the real packed cache: the studies its reviewers asked for.
+"""Worth of each part of KVQuant on a model, through the real packed cache: the studies its reviewers asked for.
 
     python benchmarks/study_kvquant.py MODEL --study ladder --text wiki.test.raw --calibration wiki.valid.tokens
     studies: ladder    per token -> per channel -> pre-RoPE -> codebooks -> outliers -> sinks, and calibrated ranges as
@@ -90,7 +90,7 @@ class Samples:
         per_head: bool = False,
         prior: float = PRIOR,
     ) -> Calibration:
-        """What `kvbits.calibrate.calibrate` would return for the first `prompts` prompts."""
+        """Return what `kvbits.calibrate.calibrate` would return for the first `prompts` prompts."""
         layers = layer_geometries(self.model.config)
         if scheme.needs_rotary:
             layers = with_rotary(layers, self.model)

@@ -1,4 +1,4 @@
-"""How much of prompts a cache of so many tokens still holds: hit rate against capacity over a trace of block hashes,
+"""Share of prompts that a cache of so many tokens still holds: hit rate against capacity over a trace of block hashes,
 without a GPU.
 
     python benchmarks/study_prefix_hits.py conversation_trace.jsonl [--gpu H200] [--out FILE]

@@ -1,5 +1,5 @@
-"""What is format and what is tail: KL of every format and of other engines' recipes, simulated, with 0, 128 and 512 raw
-newest tokens, on the same tokens, with the bits held beside it.
+"""Loss of formats apart from that of tails: KL of every format and of other engines' recipes, simulated, with 0, 128
+and 512 raw newest tokens, on the same tokens, with the bits held beside it.
 
     python benchmarks/study_tails.py MODEL --device cuda --length 8192 --windows 2 --out benchmarks/results/tails/M.json
     python benchmarks/study_tails.py MODEL --length 1024 --only klt4,q4_0_rotated --tails 0,128
@@ -55,7 +55,7 @@ from kvbits.spec import LayerGeometry, PerChannel, QuantSpec, Scheme
 OURS = ("int8_centered", "int8", "int4", "kivi4", "kivi2", "klt4", "klt3", "klt2")
 KVARN, OSCAR = "kvarn_k4v2_g128", "oscar_2bit"
 NAMES = (*OURS, *peers.CACHES, KVARN, OSCAR)
-"""What is measured unless told otherwise: presets, then peers."""
+"""Caches to measure unless told otherwise: presets, then peers."""
 TAILS = (128, 0, 512)
 ROWS = 512
 """Queries at a time."""
@@ -68,7 +68,7 @@ GivenBack = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """What a cache makes of tokens.
+    """Format of a cache, and the tokens that stay raw or finer beside it.
 
     Attributes:
         kind: "kvbits" or "simulated", as in results of `kvbits eval`.
@@ -213,7 +213,9 @@ def _in_groups(x: torch.Tensor, size: int, how: Callable[[torch.Tensor], torch.T
 
 @dataclasses.dataclass
 class Moments:
-    """What OSCAR's rotations of a layer are made of: float64 [D, D], sums over calibration tokens and kv heads."""
+    """Moments that OSCAR's rotations of a layer are made from: float64 [D, D], sums over calibration tokens and kv
+    heads.
+    """
 
     keys: torch.Tensor | float = 0.0
     values: torch.Tensor | float = 0.0

@@ -53,8 +53,8 @@ ARTICLE = {
     "INT8": ("kvbits_int8_centered", 64, 5721, 102),
     "INT4": ("kvbits_klt4", 96, 6892, 95),
 }
-"""Of an article on caches of 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), by its names:
-the dtype here; largest batch, tokens/s, P99 of the latency in ms.
+"""Figures of an article on caches of 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), by its
+names: the dtype here; largest batch, tokens/s, P99 of the latency in ms.
 """
 Row = dict[str, Any]
 
@@ -376,7 +376,7 @@ def columns(rows: list[Row]) -> list[str]:
 
 
 def of_machine(data: Row, rows: list[Row]) -> str:
-    """What ran on what."""
+    """Name the GPUs and the model of these rows."""
     run = data["runs"][rows[0]["run"]]
     return f"{rows[0]['gpus']} x {run['gpu']['name']}, {rows[0]['geometry']}, random weights"
 
@@ -483,7 +483,7 @@ def host_memory() -> str:
 
 
 def profile(folder: Path) -> str:
-    """Where the microseconds of vLLM's steps go, at each shape."""
+    """Write the table of the microseconds of vLLM's steps, by kernel, at each shape."""
     data = run_files.read(folder / "profile_vllm.json")
     rows = sitting(data, data["rows"], lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
     return "\n\n".join([*profiles(rows), measured(data, rows, "python benchmarks/all_gpu.py --only 'serve-*-profile'")])

@@ -39,8 +39,8 @@ NEEDED = {
     "gsm8k": "chosen",
     "mmlu": "chosen",
 }
-"""What a run that continues would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to
-continue it.
+"""Fields that a run that continues would need of each item. A file without them has a field `trimmed`, and `kvbits
+eval` refuses to continue it.
 """
 DIGITS = 6
 

@@ -28,9 +28,9 @@ PICTURE = "docs/results/figures/kl_over_bits.svg"
 LINE = ("int8_centered", "klt4", "klt3", "klt2")
 """Formats that the line joins; other presets are points of other people's recipes."""
 LEFT, TOP, WIDTH, HEIGHT, BELOW = 66, 58, 510, 340, 74
-"""Of the plot: its place in the picture, its size, and what is under it, pixels."""
+"""Place of the plot in the picture, its size, and the height under it, pixels."""
 SIZE, RADIUS, GAP = 14, 4, 7
-"""Of a label's letters, of a point, between both; pixels."""
+"""Size of a label's letters, radius of a point, and gap between both, pixels."""
 ABOVE, UNDER = 1.0, 0.5
 """Decades between the frame and the highest and the lowest point."""
 ADVANCE = 0.56
@@ -60,7 +60,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn: the points, and lines of words about where they come from."""
+    """Content of the picture: the points, and lines of words about where they come from."""
 
     points: tuple[Point, ...]
     source: tuple[str, ...]

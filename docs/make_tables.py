@@ -54,7 +54,7 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "results" / "figures" / "kl_over_bits.svg"
 """Picture that README and the report open with (`docs/make_picture.py`)."""
 FIGURES = "src/kvbits/report/assets/measured.json"
-"""What the package knows of what was measured."""
+"""File of the measured figures that the package contains."""
 SHORT_SEQUENCES = "short-sequences"
 """Name of the place for `short_table`."""
 SCHEMES, TABLE, MILLISECONDS, LENGTHS, NUMBERS = (
@@ -235,7 +235,7 @@ def _models_in(benchmarks: Path, *names: str) -> list[Model]:
 
 
 def _finest(models: Iterable[Model]) -> list[Model]:
-    """Of several models of a name the first, which `_models_in` makes the one of least rounding noise."""
+    """Choose the first of several models of a name, which `_models_in` makes the one of least rounding noise."""
     found: dict[str, Model] = {}
     for m in models:
         found.setdefault(m.name, m)
@@ -368,8 +368,8 @@ def scheme_table(results: Results) -> str:
 
 
 def length_table(benchmarks: Path) -> str:
-    """What chunks and lengths leave of the raw tokens that are read; then KL as decoding reads, by length, with the
-    worst token and what was read raw beside each mean; between its markers.
+    """Write the tables of lengths, between their markers: what chunks and lengths leave of the raw tokens that are
+    read; then KL as decoding reads, by length, with the worst token and what was read raw beside each mean.
 
     Args:
         benchmarks: the folder benchmarks/results, with folders `SHORT`, `LONG` and `LONGEST`; what is not there has no
@@ -405,7 +405,7 @@ def _named(scheme: str, kind: str) -> str:
 
 
 def _read_raw() -> str:
-    """How much of what a window reads is raw, by its length and the tokens of a pass."""
+    """Write the table of the raw share of what a window reads, by its length and the tokens of a pass."""
     passes = {"one by one": 1, f"chunks of {DECODING_CHUNK}": DECODING_CHUNK, "chunks of 128": 128}
     columns = ["windows of", *(f"{length:,}, {how}" for length in (1024, HELD_AT) for how in passes)]
     rows = []
@@ -542,8 +542,9 @@ def _replayed(benchmarks: Path) -> list[tuple[str, Cell, float]]:
 
 
 def points_tables(benchmarks: Path) -> tuple[str, ...]:
-    """What is lost beside the 16-bit cache at length, between markers: KL by octave of a chain, beside other engines'
-    formats, token by token, by text; calls of functions; answers in points of 100; and what was not measured.
+    """Write the tables of what is lost beside the 16-bit cache at length, between markers: KL by octave of a chain,
+    beside other engines' formats, token by token, by text; calls of functions; answers in points of 100; and what was
+    not measured.
     """
     made: list[dict[str, Any]] = []
     every: list[tuple[str, Model, Cell]] = []
@@ -703,8 +704,8 @@ def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any
 
 
 def page_results(benchmarks: Path) -> Results:
-    """What the page of the committed results shows: the README's windows of 1,024 tokens in float32, whose rounding
-    hides nothing, and what layers alone lose.
+    """Choose the accuracy that the page of the committed results shows: the README's windows of 1,024 tokens in
+    float32, whose rounding hides nothing, and what layers alone lose.
 
     Models that were measured in 16 bits only are in the README's table, not on the page.
     """
@@ -722,7 +723,7 @@ def page_results(benchmarks: Path) -> Results:
 
 
 def beside(results: Results, benchmarks: Path) -> Beside:
-    """What the page of the committed results shows of benchmarks.
+    """Collect the benchmarks that the page of the committed results shows.
 
     Args:
         results: of `page_results`.

@@ -65,8 +65,8 @@ class Engine:
             self.reader.bind(i, [pages])
 
     def slots(self, name, start, end):
-        """Where tokens `start` .. `end` of a sequence are stored, and the page before each one's or -1. Takes the pages
-        that they need.
+        """Return where tokens `start` .. `end` of a sequence are stored, and the page before each one's or -1. Take the
+        pages that they need.
         """
         table = self.tables[name]
         while len(table) * PAGE < end:

@@ -1,4 +1,4 @@
-"""What the documents this library follows print about memory, recomputed with the planner's own arithmetic, and where
+"""Memory figures of the documents that this library follows, recomputed with the planner's own arithmetic, and where
 they differ. No torch.
 """
 

@@ -45,7 +45,7 @@ def _open() -> ctypes.CDLL:
 
 
 def unavailable() -> str | None:
-    """Why there are no CPU kernels here, or None."""
+    """Return why there are no CPU kernels here, or None."""
     if not PATH.is_file():
         return f"{PATH} was not built; run cmake -S studies -B build/studies && cmake --build build/studies"
     return cpu_library.unavailable()
@@ -66,7 +66,7 @@ def library() -> ctypes.CDLL:
 
 
 def refuses(x: torch.Tensor) -> str | None:
-    """Why x cannot be processed here, or None."""
+    """Return why x is not processed here, or None."""
     return unavailable() if x.device.type == "cpu" else f"the matrix is on {x.device}, not on the CPU"
 
 

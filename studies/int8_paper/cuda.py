@@ -33,7 +33,7 @@ MOST_GRID_Y = 65_535
 
 
 def refuses(x: torch.Tensor) -> str | None:
-    """Why x cannot be processed here, or None."""
+    """Return why x is not processed here, or None."""
     if x.device.type != "cuda" or torch.version.hip:
         return f"the matrix is on {x.device}, not on an NVIDIA GPU"
     return cuda_compile.missing()

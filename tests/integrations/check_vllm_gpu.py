@@ -70,7 +70,7 @@ speculation 0.0081, 0.0072; draft model 0.0066, 0.0056; compiled 0.0117, 0.0124.
 mtp) a neighbouring check's limit holds; klt4's prefill is without copies, 3 times what four bits had then.
 """
 COARSER = {"kvbits_klt3": 2, "kvbits_klt2": 4}
-"""How many times four bits' distance between decoding and prefill: a bit less doubles the step of every code.
+"""Factors over four bits' distance between decoding and prefill: a bit less doubles the step of every code.
 
 With copies klt4 has 0.0686, klt3 0.1437; klt2 had 0.29 before.
 """
@@ -167,7 +167,9 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
 
 
 def keep_calibration(path: Path) -> None:
-    """Of a saved model, where engines find it, for all widths, whether they serve the model or let it draft."""
+    """Calibrate a saved model for all widths, and keep the file where engines find it, whether they serve the model or
+    let it draft.
+    """
     from transformers import AutoModelForCausalLM
 
     from kvbits.calibrate import calibrate, kept
