@@ -482,13 +482,6 @@ def host_memory() -> str:
     return f"{head}\n\n{said}\n\n{measured(data, rows, 'python benchmarks/bench_serve_sglang.py --users 64')}"
 
 
-def profile(folder: Path) -> str:
-    """Write the table of the microseconds of vLLM's steps, by kernel, at each shape."""
-    data = run_files.read(folder / "profile_vllm.json")
-    rows = sitting(data, data["rows"], lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
-    return "\n\n".join([*profiles(rows), measured(data, rows, "python benchmarks/all_gpu.py --only 'serve-*-profile'")])
-
-
 def profiles(rows: list[Row]) -> list[str]:
     """Write a title and a table for each shape that steps were profiled at. The last line has what they take without a
     profiler, with its ratio to 16 bits.
@@ -697,7 +690,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
             (store, "store.json"),
             (accuracy, "eval"),
             (beside_fp8, "accuracy_vllm.json"),
-            (profile, "profile_vllm.json"),
         )
     },
     **{block.__name__: block for block in (prefix_hits, goodput, turns, host_memory)},
