@@ -188,14 +188,14 @@ def preset_table(benchmarks: Path) -> str:
         )
     if between:
         notes.append(
-            "With a matrix product before each launch, as in a model, the worst shape runs at"
+            "In a model, matrix products run between launches. The worst shape then runs at"
             f" {_listed([f'{x:.2f} (`{name}`)' for name, x in between.items()])} times that kernel's speed."
         )
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
         notes.append(
-            f"On one thread of a CPU{cpu.instructions}, {_listed([f'`{n}`' for n in TAKEN if n in cpu.cells])} generate"
-            f" {min(ratios):.2f} to {max(ratios):.2f} times as many tokens a second as Transformers' own cache"
-            f" ({cpu.where})."
+            f"On a CPU{cpu.instructions}, {_listed([f'`{n}`' for n in TAKEN if n in cpu.cells])} generate"
+            f" at {min(ratios):.2f} to {max(ratios):.2f} times the speed of Transformers' own cache"
+            f" (one thread, {cpu.where})."
         )
         made += [run for name in TAKEN for run in cpu.runs.get(name, [])]
     notes.append(f"Runs: {dated(made)}.")

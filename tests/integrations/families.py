@@ -641,8 +641,9 @@ def census() -> str:
     return (
         f"Transformers {transformers.__version__} has {len(kinds)} families that generate text from text or images:\n\n"
         f"- {len(taken)} are taken by their configuration.\n"
-        f"- {len(dense)} more are taken with `dense=True`: {', '.join(f'`{x}`' for x in dense)}.\n"
-        f"- {len(kinds) - len(taken) - len(dense)} are refused:\n\n"
+        f"- {len(dense)} more are taken with `dense=True`.\n"
+        f"- {len(kinds) - len(taken) - len(dense)} are refused.\n\n"
+        f"| `model_type` taken with `dense=True` |\n|---|\n| {', '.join(f'`{x}`' for x in dense)} |\n\n"
         "| refused `model_type` | what it does that pages do not |\n|---|---|\n"
         + "\n".join(rows)
         + f"\n\nThe next tables have tiny models of {len(named())} of these families. {len(others())} more decode the"
