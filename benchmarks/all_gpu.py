@@ -122,7 +122,7 @@ def serving(
     limit: int,
     writes: str = "serve_vllm.json",
 ) -> list[Part]:
-    """A part for each dtype, beside the one of bf16."""
+    """Make a part for each dtype, beside the one of bf16."""
     found = []
     for dtype, (mode, *options) in commands.items():
         argv = bench("bench_serve_vllm", mode, "--kv-cache-dtype", dtype, *options, out=writes)
@@ -142,7 +142,7 @@ def serving(
 
 
 def parts(environment: Mapping[str, str]) -> list[Part]:
-    """All of them, the most important first."""
+    """List all parts, the most important first."""
     prefilled = ("decode", "--prefill", "--shapes", "48x8192", "256x1024", "48x512")
     return [
         Part(
@@ -433,7 +433,8 @@ def accuracy(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def accuracy_at_length(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """float16, whose rounding is an eighth of bfloat16's; calibrated on the shipped novel.
+    """Return the command in float16, whose rounding is an eighth of bfloat16's, with a calibration on the shipped
+    novel.
 
     Half a thousand passes a cache: the longest of these parts.
     """
@@ -505,7 +506,7 @@ class Machine:
             self.boot = self.boot or Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
     def run(self, argv: Sequence[str], environment: Mapping[str, str], limit: float, log: Path) -> int | None:
-        """Exit code, None where the limit came first; what it printed goes to `log`."""
+        """Run a command. Return the exit code, or None if the limit came first; `log` has what the command printed."""
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, *argv],
@@ -625,7 +626,7 @@ class Session:
         run_files.write(self.state, self.out / STATE)
 
     def measure(self, part: Part, chosen: Sequence[Part]) -> tuple[str, float]:
-        """(what became of it, seconds)."""
+        """Measure a part. Return (what became of it, seconds)."""
         if self.done(part, chosen):
             return "done before", 0.0
         if (absent := self.machine.missing(part.needs)) is not None:
@@ -686,7 +687,7 @@ class Session:
 
 
 def _end(log: Path) -> str:
-    """The last lines of a log, without lines of JSON."""
+    """Return the last lines of a log, without lines of JSON."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join(line[:300] for line in lines[-25:] if not line.startswith('{"runs"'))
 

@@ -73,7 +73,7 @@ class Timing:
         return self.made >= self.answer
 
     def wait(self, now: float) -> float:
-        """Seconds to the first token; while there is none, those waited so far."""
+        """Return the seconds to the first token; while there is none, those waited so far."""
         return (now if self.first is None else self.first) - self.asked
 
     @property
@@ -84,7 +84,7 @@ class Timing:
         return (self.last - self.first) / (self.made - 1)
 
     def least_per_token(self, now: float) -> float:
-        """The least that it can become."""
+        """Return the least seconds per token that this answer can come to."""
         if self.first is None or self.last is None or self.answer < 2:
             return 0.0
         return ((self.last if self.finished else now) - self.first) / (self.answer - 1)
@@ -94,10 +94,10 @@ class Engine(Protocol):
     """Server of requests, with a clock."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the clock's seconds."""
 
     def wait(self, seconds: float) -> None:
-        """Nothing to do for so long."""
+        """Wait so long, with nothing to do."""
 
     def add(self, request: Request) -> None: ...
 
@@ -113,19 +113,20 @@ class Load(Protocol):
     """Source of requests over time."""
 
     def due(self, now: float) -> Iterable[tuple[float, Request]]:
-        """Requests whose time has come, each once, with that time."""
+        """Yield the requests whose time has come, each once, with that time."""
 
     def next(self) -> float | None:
         """Return when the next known request is due; None if all were asked or wait for an answer."""
 
     def answered(self, name: str, ids: list[int], now: float) -> None:
-        """The whole answer of a request."""
+        """Take the whole answer of a request."""
 
 
 def drive(
     engine: Engine, load: Load, stop: Callable[[float, dict[str, Timing]], bool]
 ) -> tuple[dict[str, Timing], float]:
-    """Ask until the load ends or `stop(seconds, timings)` says so; what is unfinished then is taken back.
+    """Send requests until the load ends or `stop(seconds, timings)` returns True. What is unfinished then is taken
+    back.
 
     Returns:
         timings by request, and the seconds that it took.
@@ -243,7 +244,9 @@ class Chats:
         ]
 
     def histories(self, capacity: int) -> list[list[int]]:
-        """The chats that a cache of so many tokens holds when the load begins: as if the last users had written last."""
+        """Return the chats that a cache of so many tokens holds when the load begins: as if the last users had written
+        last.
+        """
         kept: list[list[int]] = []
         left = capacity
         for chat in reversed(self._chats):
@@ -276,13 +279,13 @@ class Chats:
 
 
 def at_share(xs: Iterable[float], share: float) -> float:
-    """The least of `xs` that at least this share of them do not exceed; NaN of none."""
+    """Return the least of `xs` that at least this share of them do not exceed; NaN of none."""
     ordered = sorted(xs)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def most_at_once(timings: Iterable[Timing]) -> int:
-    """The most requests whose answers were under way at one time."""
+    """Return the most requests whose answers were under way at one time."""
     events = [e for t in timings if t.first is not None and t.last is not None for e in ((t.first, 1), (t.last, -1))]
     most = here = 0
     for _, change in sorted(events, key=lambda e: (e[0], -e[1])):
@@ -324,8 +327,8 @@ def highest(
     least: float = 0.01,
     go_on: Callable[[float], bool] = lambda rate: True,
 ) -> tuple[float | None, float | None]:
-    """The highest rate that holds: multiplied from `start` until one does not, or divided until one does, then halved
-    between on a scale of ratios.
+    """Find the highest rate that holds: multiplied from `start` until one does not, or divided until one does, then
+    halved between on a scale of ratios.
 
     Args:
         holds: measures a rate.
@@ -357,5 +360,5 @@ def highest(
 
 
 def rounded(rate: float) -> float:
-    """Three digits."""
+    """Return a rate to three digits."""
     return float(f"{rate:.3g}")

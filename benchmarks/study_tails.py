@@ -96,7 +96,7 @@ class Format:
         return dataclasses.replace(self, tail=tail, copied=0, copy_bits=(), copies=None)
 
     def held_bits(self, layers: Sequence[LayerGeometry], length: int) -> float:
-        """Bits held of a number of a cache of `length` tokens."""
+        """Return the bits held of a number of a cache of `length` tokens."""
         held = numbers = 0.0
         for i, g in enumerate(layers):
             seen = length if g.sliding_window is None else min(length, g.sliding_window)
@@ -149,7 +149,7 @@ def preset(name: str, model: Any, calibration: Callable[[Scheme], Any]) -> Forma
 
 
 def _alone(spec: QuantSpec) -> bool:
-    """Tell whether what a token is rounded to depends on no other token."""
+    """Return whether what a token is rounded to depends on no other token."""
     return not isinstance(spec.granularity, PerChannel) and spec.center != "channel"
 
 
@@ -274,7 +274,7 @@ class Reading:
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **how: Any
     ) -> tuple[torch.Tensor, None]:
-        """One text: query [1, Hq, T, D], key and value [1, H, T, D] -> [1, T, Hq, D].
+        """Attend to one text: query [1, Hq, T, D], key and value [1, H, T, D] -> [1, T, Hq, D].
 
         Raises:
             UnsupportedError: a soft cap or learned sinks, which this attention does not have.
@@ -304,8 +304,8 @@ class Reading:
         of: Format | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Outputs [Hq, T, Dv] of scaled queries [Hq, T, D] over `far`; a token younger than the limit of an entry of
-        `finer` is read from it, from the first one that says so.
+        """Compute outputs [Hq, T, Dv] of scaled queries [Hq, T, D] over `far`. A token younger than the limit of an
+        entry of `finer` is read from the first such entry.
         """
         heads, length = far[0].shape[:2]
         q = q.unflatten(0, (heads, -1))
@@ -389,7 +389,7 @@ def measured(
 
 
 def tails_of(of: Format, wanted: Sequence[int]) -> dict[int | str, Format]:
-    """Name of a tail -> the format with it; "own" where its own is none of those wanted."""
+    """Return name of a tail -> the format with it; "own" where its own is none of those wanted."""
     found: dict[int | str, Format] = {tail: of.with_tail(tail) for tail in wanted}
     return found | ({"own": of} if of.copied or of.tail not in wanted else {})
 

@@ -1,4 +1,5 @@
-"""Draws docs/results/figures/kl_over_bits.svg from benchmarks/results: `python docs/make_picture.py`. A test compares.
+"""Picture docs/results/figures/kl_over_bits.svg, drawn from benchmarks/results: `python docs/make_picture.py`. A test
+compares.
 
 KL over bits held at 8,192 tokens on one model, with equal tails (benchmarks/study_tails.py): the formats of kvbits as a
 line, other caches as grey points.
@@ -152,7 +153,7 @@ Place = tuple[float, float]
 
 
 def _labels(placed: dict[Point, Place], line: Sequence[Place]) -> dict[Point, Place]:
-    """Place each name beside its point where it covers no point, no other name and no piece of the line; the names of
+    """Put each name beside its point where it covers no point, no other name and no piece of the line; the names of
     the line go first. A name that fits nowhere takes the place where it covers least.
     """
     taken = [(a - RADIUS, b - RADIUS, a + RADIUS, b + RADIUS) for a, b in placed.values()]
@@ -184,7 +185,7 @@ def _box(at: Place, wide: float) -> Box:
 
 
 def _covered(box: Box, taken: Iterable[Box]) -> float:
-    """Area that a box shares with others, and lies outside of the plot, pixels."""
+    """Compute the area that a box shares with others, or has outside of the plot, pixels."""
     inside = _shared(box, (LEFT, TOP, LEFT + WIDTH, TOP + HEIGHT))
     outside = (box[2] - box[0]) * (box[3] - box[1]) - inside
     return outside + sum(_shared(box, other) for other in taken)

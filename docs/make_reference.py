@@ -1,5 +1,5 @@
-"""Writes docs/reference/api.md and cli.md from docstrings and commands: `python docs/make_reference.py`. A test holds
-them equal.
+"""Writer of docs/reference/api.md and cli.md from docstrings and commands: `python docs/make_reference.py`. A test
+holds them equal.
 """
 
 from __future__ import annotations

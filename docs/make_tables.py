@@ -1,4 +1,4 @@
-"""Writes the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from
+"""Writer of the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from
 benchmarks/results: `python docs/make_tables.py`. A test compares.
 
 README has `numbers` and `preset_table`, docs/guide/transformers.md `milliseconds_table`, docs/guide/choose.md
@@ -96,9 +96,9 @@ TOKEN_SHAPES = ((1, 32768), (32, 8192))
 
 
 def milliseconds_table(benchmarks: Path) -> str:
-    """Milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its markers: of
-    one sitting, where one timed the stock cache and a preset in a graph, else the newest of each. A column of `TOKENS`
-    that nobody timed is left out.
+    """Write the milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its
+    markers: of one sitting, where one timed the stock cache and a preset in a graph, else the newest of each. A column
+    of `TOKENS` that nobody timed is left out.
     """
     rows: list[tuple[str, list[dict[str, Any] | None]]] = []
     made: list[dict[str, Any]] = []
@@ -204,7 +204,7 @@ def preset_table(benchmarks: Path) -> str:
 
 
 def _judged(found: dict[str, dict[str, tuple[Model, Cell]]]) -> str:
-    """Say how many models each preset's KL was measured on, and in which dtypes.
+    """Describe how many models each preset's KL was measured on, and in which dtypes.
 
     Args:
         found: preset -> what `_by_model` found.
@@ -226,8 +226,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _models_in(benchmarks: Path, *names: str) -> list[Model]:
-    """Models of the folders of these names beside the results, each in every dtype, the one of least rounding noise
-    first.
+    """Read the models of the folders of these names beside the results, each in every dtype, the one of least rounding
+    noise first.
     """
     folders = [benchmarks / name for name in names if any((benchmarks / name).glob("*/*/*.json"))]
     found = [m for folder in folders for m in collect(folder).models.values() if "fidelity" in m.tasks]
@@ -289,7 +289,7 @@ _ISA = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "amx": "AMX", "gene
 
 
 def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
-    """The newest run of bench_generate_cpu.py that timed several dtypes in turn, its first model and shortest
+    """Read the newest run of bench_generate_cpu.py that timed several dtypes in turn, its first model and shortest
     context.
     """
     files = [read(path) for path in sorted(benchmarks.glob("cpu*/generate*.json"))]
@@ -321,7 +321,7 @@ def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
 
 
 def short_table() -> str:
-    """Tokens up to which a preset of few bits takes more bytes than 8 bits, between its markers: arithmetic."""
+    """Write the number of tokens up to which a preset of few bits takes more bytes than 8 bits, between its markers."""
     names = ("int4", "kivi4", "klt4", "klt3", "klt2")
     layers = planner.uniform(1, 8, HEAD_DIM)
     kinds: dict[str, dict[str, Any]] = {
@@ -339,9 +339,8 @@ def short_table() -> str:
 
 
 def scheme_table(results: Results) -> str:
-    """Every cache on every model, those of the literature in a table of their own, and the models that a cache is unfit
-    for; between its markers. It recommends nothing: README does, by
-    figures at the length that is used.
+    """Write the tables of every cache on every model, those of the literature apart, and the models that a cache is
+    unfit for; between its markers. The tables recommend nothing: README does, by figures at the length that is used.
     """
     columns, rows, notes = scheme_rows(results)
     chosen = recommendations(results)
@@ -400,7 +399,7 @@ def length_table(benchmarks: Path) -> str:
 
 
 def _named(scheme: str, kind: str) -> str:
-    """A cache's name in a table: in italics where it is simulated."""
+    """Name a cache in a table: in italics where it is simulated."""
     return f"*{scheme}*" if kind == "simulated" else f"`{scheme}`"
 
 
@@ -445,8 +444,8 @@ def tails(benchmarks: Path) -> dict[tuple[str, int], dict[tuple[str, int | str],
 
 
 def tails_table(benchmarks: Path) -> str:
-    """A table for each model, between markers: KL of every format and peer with `EQUAL_TAIL` raw newest tokens, bits
-    held beside it, in the units of llama.cpp's perplexity tool, too; then bits and KL with other tails.
+    """Write a table for each model, between markers: KL of every format and peer with `EQUAL_TAIL` raw newest tokens,
+    bits held beside it, in the units of llama.cpp's perplexity tool, too; then bits and KL with other tails.
     """
     parts, made = [], []
     text: dict[str, None] = {}
@@ -506,7 +505,7 @@ def _pages(benchmarks: Path) -> list[Path]:
 
 
 def _called(model: str) -> str:
-    """A model's name in a table: what `embedded` is."""
+    """Name a model in a table: what `embedded` is."""
     return "smollm2-135m-instruct, embedded" if model == "embedded" else model
 
 
@@ -664,7 +663,7 @@ def _between(name: str, part: str) -> str:
 
 
 def put_into(text: str, part: str) -> str:
-    """`text` with what stands between the markers of `part` replaced by it.
+    """Replace what stands in `text` between the markers of `part` by it.
 
     Raises:
         SpecError: no markers.
@@ -676,14 +675,14 @@ def put_into(text: str, part: str) -> str:
 
 
 def decoded(results: Results) -> list[Model]:
-    """Models whose tokens were timed one by one on a CPU, the caches taking turns."""
+    """Return the models whose tokens were timed one by one on a CPU, the caches taking turns."""
     timed = [m for m in results.models.values() if "decode" in m.tasks]
     return [m for m in timed if all("NVIDIA" not in str(c.run.get("device")) for c in m.tasks["decode"].values())]
 
 
 def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The group of bars (see `kernel_groups`) of the README's column for CPUs: the same run over the same baseline.
-    What was timed in an earlier format is left out.
+    """Return the group of bars (see `kernel_groups`) of the README's column for CPUs: the same run over the same
+    baseline. What was timed in an earlier format is left out.
     """
     found = _cpu_benchmark(benchmarks)
     if found is None:
@@ -775,7 +774,7 @@ def calculator_figures(benchmarks: Path) -> str:
 
 
 def write(root: Path, benchmarks: Path) -> list[Path]:
-    """Every generated part below `root`, and the files that have one."""
+    """Write every generated part below `root`, and return the files that have one."""
     results = collect(benchmarks / "eval")
     parts = {
         "README.md": (numbers(benchmarks), preset_table(benchmarks)),

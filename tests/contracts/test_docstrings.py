@@ -11,12 +11,12 @@ import kvbits
 
 ACTIONS = """
     Abandon Add Allocate Announce Answer Append Assign Attend Begin Bind Break Bring Broadcast Build Calibrate
-    Call Carry Change Check Choose Close Collect Compare Compile Compute Copy Count Crop Cut Deal Decide Decode
-    Describe Do Drop Empty End Estimate Evict Explain Extend Feed Fill Find Flush Forget Free Generate Give Hand
+    Call Carry Change Check Choose Close Collect Compare Compile Compute Copy Count Crop Cut Deal Decide Decode Dequantize
+    Describe Do Draw Drop Empty End Estimate Evict Explain Extend Feed Fill Find Flush Forget Free Generate Give Hand
     Have Hold Import Install Invert Judge Keep Launch Lead Let List Load Make Measure Merge Move Name Note Open
-    Pack Parse Pin Plan Point Predict Prepare Print Put Quantize Raise Read Recode Refer Refuse Register Remove
-    Rename Repeat Replace Report Require Reset Return Run Screen See Set Show Split Spend Start Store Switch Take Turn
-    Undo Wait Warn Wrap Write Yield
+    Pack Parse Pin Plan Point Predict Prepare Print Put Quantize Raise Read Recode Recompute Refer Refuse Register
+    Remove Rename Repeat Replace Report Require Reset Return Round Run Screen See Send Set Show Sort Split Spend Spread
+    Start Store Switch Take Turn Undo Wait Warn Wrap Write Yield
 """
 VERBS = frozenset(ACTIONS.split())
 """Verbs that functions open with. Add one if it is an action in the base form."""
@@ -83,16 +83,27 @@ def faults_below(folder, judge):
     return read, faults
 
 
-def test_docstrings_open_with_a_verb_or_a_noun():
-    read, faults = faults_below(Path(kvbits.__file__).parent, fault)
-    assert read > 1000
+@pytest.mark.parametrize(
+    ("folder", "least"),
+    [
+        (Path(kvbits.__file__).parent, 1000),
+        (ROOT / "benchmarks", 300),
+        (ROOT / "studies", 40),
+        (ROOT / "docs", 50),
+        (ROOT / "examples", 5),
+    ],
+    ids=lambda x: x.name if isinstance(x, Path) else None,
+)
+def test_docstrings_open_with_a_verb_or_a_noun(folder, least):
+    read, faults = faults_below(folder, fault)
+    assert read > least
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmarks", "studies", "examples", "docs"])
-def test_docstrings_outside_the_package_open_with_no_question(folder):
-    read, faults = faults_below(ROOT / folder, question)
-    assert read > 3
+def test_docstrings_of_tests_open_with_no_question_word():
+    """A test's docstring may also be a sentence."""
+    read, faults = faults_below(ROOT / "tests", question)
+    assert read > 1000
     assert not faults, "\n".join(faults)
 
 
