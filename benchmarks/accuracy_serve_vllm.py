@@ -48,12 +48,12 @@ BASE = "auto"
 PAGE = 64
 """Tokens of a block of the prefix cache."""
 CACHE_BYTES = 2 << 30
-"""Of the cache on a GPU, a fixed size, so that several such runs can share one; and of every cache with `--hits`."""
+"""Bytes of the cache on a GPU, and of every cache with `--hits`: fixed, so that several such runs can share a GPU."""
 
 
 def windows(model: Path, text: str, count: int, length: int) -> list[list[int]]:
-    """`count` runs of `length` tokens of a text, spread over it evenly, each after the model's first token where it has
-    one.
+    """Return `count` runs of `length` tokens of a text, spread over it evenly. Each follows the model's first token
+    where it has one.
     """
     from transformers import AutoTokenizer
 
@@ -74,7 +74,7 @@ def windows(model: Path, text: str, count: int, length: int) -> list[list[int]]:
 
 
 def forcing() -> type:
-    """A logits processor of vLLM's V1 runner: only the next token of `extra_args["trace"]` can be sampled."""
+    """Make a logits processor of vLLM's V1 runner that samples only the next token of `extra_args["trace"]`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -104,7 +104,7 @@ def forcing() -> type:
 
 
 def engine(args: argparse.Namespace, dtype: str, settings: dict[str, Any]) -> tuple[Any, bool]:
-    """`vllm.LLM`, and whether it replays traces by itself."""
+    """Return `vllm.LLM`, and whether it replays traces by itself."""
     options: dict[str, Any] = {
         "kv_cache_dtype": dtype,
         "dtype": args.dtype,
@@ -149,7 +149,7 @@ def close(llm: Any) -> None:
 
 
 def positions(flat: Any, tokens: list[int], first: int) -> list[Position]:
-    """Of vLLM's flat log-probabilities, those of `tokens`, which stand at `first` and behind."""
+    """Return the log-probabilities of `tokens`, which stand at `first` and behind, from vLLM's flat ones."""
     found = []
     for i, token in enumerate(tokens, first):
         begin, end = flat.start_indices[i], flat.end_indices[i]
@@ -164,7 +164,7 @@ def positions(flat: Any, tokens: list[int], first: int) -> list[Position]:
 def measure(
     args: argparse.Namespace, dtype: str, texts: list[list[int]], settings: dict[str, Any]
 ) -> dict[str, list[Position]]:
-    """Positions of all windows, by phase."""
+    """Measure the positions of all windows, by phase."""
     from vllm import SamplingParams
 
     llm, replays = engine(args, dtype, settings)
@@ -181,7 +181,7 @@ def measure(
         params.append(SamplingParams(max_tokens=args.scored, logprobs=args.top, **trace, **common))
 
     def decode(cached: int) -> list[Position]:
-        """Log-probabilities of the forced tokens behind prompts that begin with so many cached tokens."""
+        """Return the log-probabilities of the forced tokens behind prompts that begin with so many cached tokens."""
         scored: list[Position] = []
         outputs = llm.generate([{"prompt_token_ids": w[:n]} for w in texts], params, use_tqdm=False)
         for w, out in zip(texts, outputs, strict=True):
@@ -209,7 +209,7 @@ def measure(
 
 
 def divergence(p: Position, q: Position) -> float:
-    """KL in nats from p to q over the tokens that both list, all others as one."""
+    """Compute the KL in nats from p to q over the tokens that both list, all others as one."""
     both, mine, theirs = np.intersect1d(p[1], q[1], assume_unique=True, return_indices=True)
     a, b = p[2][mine], q[2][theirs]
     rest_a, rest_b = (max(1e-9, 1 - float(np.exp(x).sum())) for x in (a, b))

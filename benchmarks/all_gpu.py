@@ -423,7 +423,7 @@ def warms() -> list[Warm]:
 
 @dataclass
 class Machine:
-    """What is run on: replaced in tests."""
+    """Machine that parts run on; tests replace it."""
 
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     clock: Callable[[], float] = time.monotonic
@@ -435,7 +435,7 @@ class Machine:
             self.boot = self.boot or Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
     def run(self, argv: Sequence[str], environment: Mapping[str, str], limit: float, log: Path) -> int | None:
-        """Exit code, None where the limit came first; what it printed goes to `log`."""
+        """Run a command. Return the exit code, or None if the limit came first; `log` has what the command printed."""
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, *argv],
@@ -453,7 +453,7 @@ class Machine:
                 return None
 
     def missing(self, needs: Sequence[str]) -> str | None:
-        """What of `needs` is not here."""
+        """Return the first of `needs` that is not installed, or None."""
         path = [
             *filter(None, [self.environment.get("KVBITS_VLLM_SITE"), self.environment.get("KVBITS_PEERS_SITE")]),
             *sys.path,
@@ -476,11 +476,11 @@ class Session:
         self.run["session"] = self.name
 
     def _here(self, run: Mapping[str, Any]) -> bool:
-        """Whether a run was of this commit on this machine since it started."""
+        """Return whether a run was of this commit, on this machine since its start."""
         return run.get("facts", {}).get("boot") == self.machine.boot and self._alike(run)
 
     def _alike(self, run: Mapping[str, Any]) -> bool:
-        """Whether a run was of this commit on such a GPU."""
+        """Return whether a run was of this commit, on such a GPU."""
         known = run["commit"] is not None and not run["dirty"] and not self.run["dirty"]
         return known and run["commit"] == self.run["commit"] and (run["gpu"] or {}).get("name") == self.gpu
 
@@ -488,13 +488,13 @@ class Session:
         return float("inf") if self.end is None else self.end - self.machine.clock()
 
     def last_seconds(self, part: Part) -> float | None:
-        """How long the part took when it last ended well, on whatever machine."""
+        """Return how long the part took when it last ended well, on any machine, or None."""
         return next(
             (r["seconds"] for r in reversed(self.state["rows"]) if r["part"] == part.name and r["exit"] == 0), None
         )
 
     def done(self, part: Part, chosen: Sequence[Part]) -> bool:
-        """Whether it need not run again.
+        """Return whether the part need not run again.
 
         `chosen`: the parts that are asked for; one that others' ratios are over runs again where one of those must.
         """
@@ -555,7 +555,7 @@ class Session:
         run_files.write(self.state, self.out / STATE)
 
     def measure(self, part: Part, chosen: Sequence[Part]) -> tuple[str, float]:
-        """(what became of it, seconds)."""
+        """Measure a part. Return (what became of it, seconds)."""
         if self.done(part, chosen):
             return "done before", 0.0
         if (absent := self.machine.missing(part.needs)) is not None:
@@ -616,7 +616,7 @@ class Session:
 
 
 def _end(log: Path) -> str:
-    """The last lines of a log, without lines of JSON."""
+    """Return the last lines of a log, without lines of JSON."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join(line[:300] for line in lines[-25:] if not line.startswith('{"runs"'))
 
@@ -629,7 +629,7 @@ def table(lines: Sequence[tuple[str, str, str, str]]) -> str:
 
 
 def listing(session: Session, chosen: Sequence[Part]) -> str:
-    """What would run, and how long each part took last time."""
+    """List what would run, and how long each part took last time."""
     lines = [("part", "took", "state", "what")]
     for p in chosen:
         last, absent = session.last_seconds(p), session.machine.missing(p.needs)

@@ -1,4 +1,4 @@
-"""Decode attention on the CPU: kvbits pages against the best torch 16-bit attention, one interleaved run.
+"""Attention of single tokens on the CPU: kvbits pages against the best torch 16-bit attention, one interleaved run.
 
     python benchmarks/bench_attend_cpu.py                       one thread: CPU time, medians
     python benchmarks/bench_attend_cpu.py kivi4 kivi2           these presets, in their own pages
@@ -132,13 +132,13 @@ clock = time.process_time if args.threads == 1 else time.perf_counter
 
 
 def huge(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in 2 MiB pages."""
+    """Allocate a tensor in 2 MiB pages."""
     nbytes = int(np.prod(shape)) * dtype.itemsize
     return allocate_slab(nbytes, torch.device("cpu"))[:nbytes].view(dtype).view(shape)
 
 
 def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -> tuple[Callable[[int], object], int]:
-    """(decode over layer i, bytes of one layer), checked on layer 0."""
+    """Return (decode over layer i, bytes of one layer), checked on layer 0."""
     scheme = schemes.get(name, head_dim=d) if name in PRESETS else FORMATS[name]
     key, value, size = scheme.key, scheme.value, scheme.page_size
     layout = PageLayout(key=key, value=value, page_size=size, num_kv_heads=h, head_dim=d)
@@ -211,7 +211,7 @@ product = torch.randn(1024, 1024)
 
 
 def timed(run: Callable[[int], object], turn: int, threads: int) -> float:
-    """Seconds of one call after one that brings the code and the threads back."""
+    """Measure the seconds of one call after one that brings the code and the threads back."""
     torch.set_num_threads(threads)
     run(turn)
     if args.threads > 1:
@@ -222,7 +222,9 @@ def timed(run: Callable[[int], object], turn: int, threads: int) -> float:
 
 
 def calls_in_processes(run: Callable[[int], object], processes: int, seconds: float = 0.3) -> int:
-    """How many calls that many processes of one thread finish at the same time. Each begins at another layer."""
+    """Count the calls that so many processes of one thread finish at the same time. Each process begins at another
+    layer.
+    """
     torch.set_num_threads(1)
     begin = time.time() + 0.05
     pipes = []
@@ -248,7 +250,9 @@ def calls_in_processes(run: Callable[[int], object], processes: int, seconds: fl
 def measure(
     candidates: dict[str, tuple[Callable[[int], object], int]],
 ) -> tuple[dict[str, float], dict[str, float], float]:
-    """(median seconds of each candidate, seconds of ours on one thread, bytes per second of a plain read), all in turn."""
+    """Measure all in turn. Return (median seconds of each candidate, seconds of ours on one thread, bytes per second of
+    a plain read).
+    """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     single: dict[str, list[float]] = {name: [] for name in NAMES} if args.threads > 1 else {}
     reads = []

@@ -1,4 +1,4 @@
-"""Decode attention on a GPU where caches are small, where many queries come at once, and over tiers
+"""Attention of single tokens on a GPU where caches are small, where many queries come at once, and over tiers
 (bench_decode_gpu.py times whole caches): presets beside the 16-bit kernels of the same run.
 
     python benchmarks/bench_attend_gpu.py --small [--out benchmarks/results/<gpu>/attend_small.json]      where 16-bit
@@ -60,8 +60,8 @@ CHUNK_ERROR_LIMIT = 1e-2  # keys and values are rounded to bf16 once more, as 16
 
 
 def made_up_basis(key: QuantSpec, heads: int, head_dim: int) -> torch.Tensor:
-    """float32 [heads, head_dim, head_dim]: another direction for each channel, of lengths at which a step of 1 suits
-    normal numbers.
+    """Make a basis, float32 [heads, head_dim, head_dim]: another direction for each channel, of lengths at which a step
+    of 1 suits normal numbers.
     """
     mixed = torch.eye(head_dim, device="cuda") + torch.randn(heads, head_dim, head_dim, device="cuda") / (
         2 * head_dim**0.5
@@ -70,16 +70,16 @@ def made_up_basis(key: QuantSpec, heads: int, head_dim: int) -> torch.Tensor:
 
 
 def made_up_mean(basis: torch.Tensor) -> torch.Tensor:
-    """float32 `k_mean` [heads, 2, head_dim] of a made-up basis: means of normal numbers that are not zero, and a larger
-    first key.
+    """Make the `k_mean`, float32 [heads, 2, head_dim], of a made-up basis: means of normal numbers that are not zero,
+    and a larger first key.
     """
     heads, head_dim, _ = basis.shape
     return torch.randn(heads, 2, head_dim, device="cuda") * torch.tensor([[0.5], [2.0]], device="cuda")
 
 
 def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
-    """What calibration would give for normal numbers: even codebooks, one range per channel, a made-up basis, llama's
-    frequencies.
+    """Make what calibration would return for normal numbers: even codebooks, one range per channel, a made-up basis,
+    Llama's frequencies.
     """
     static = {}
     for kind, spec in (("k", layout.key), ("v", layout.value)):
@@ -103,13 +103,13 @@ replays = REPEATS
 
 
 def be_quick(quick: bool) -> None:
-    """A third of the replays; their medians differ by less than machines do."""
+    """Take a third of the replays, whose medians differ by less than machines do."""
     global replays
     replays = QUICK_REPEATS if quick else REPEATS
 
 
 def time_us(launches: list[Any]) -> float:
-    """Median time of one launch in microseconds: `replays` of a CUDA graph of all `launches`."""
+    """Measure the median time of one launch in microseconds: `replays` of a CUDA graph of all `launches`."""
     for launch in launches:
         launch()
     torch.cuda.synchronize()
@@ -130,7 +130,7 @@ def time_us(launches: list[Any]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a device-to-device copy, read and written bytes both counted."""
+    """Measure the bytes per second of a device-to-device copy, read and written bytes both counted."""
     x = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
     times = []
@@ -174,7 +174,7 @@ class Call:
         ]
 
     def plan(self, q: torch.Tensor, positions: torch.Tensor) -> attend.Attention:
-        """Ready to run for every layer; all queries come past the pages, or are the newest token."""
+        """Make a plan that is ready to run for every layer. All queries come past the pages, or are the newest token."""
         batch, queries, heads, _ = q.shape
         options = {"batch_size": batch, "num_q_heads": heads, "num_queries": queries, "dtype": q.dtype}
         made = attend.plan(self.layouts, **options, device=q.device, past_only=True)
@@ -189,14 +189,14 @@ class Call:
 
 
 def _table(batch: int, pages: int, start: int, page_size: int) -> Table:
-    """Full pages in random places, as many for each sequence."""
+    """Make a table of full pages in random places, as many for each sequence."""
     ids = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
     tokens, starts = (torch.full((batch,), n, dtype=torch.int32, device="cuda") for n in (pages * page_size, start))
     return Table(ids, tokens, starts)
 
 
 def _pool(layout: PageLayout, pages: int, layers: int, static: dict[str, torch.Tensor], alike: bool) -> torch.Tensor:
-    """uint8 [pages, layers, H, bytes] of random keys and values; `alike`: of 256 pages, many times."""
+    """Make uint8 [pages, layers, H, bytes] of random keys and values; `alike`: of 256 pages, many times."""
     pool = torch.empty(pages, layers, KV_HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
     made = None
     for first in range(0, pages, 256):
@@ -209,7 +209,7 @@ def _pool(layout: PageLayout, pages: int, layers: int, static: dict[str, torch.T
 
 
 def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_size: int = PAGE) -> Call:
-    """`tokens` tokens of each sequence in one format, layers of more bytes than L2."""
+    """Make a call of `tokens` tokens of each sequence in one format, with layers of more bytes than L2."""
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     pages = tokens // page_size
     layers = max(2, -(-ROTATE_BYTES // (batch * pages * layout.page_size_bytes)))
@@ -219,13 +219,13 @@ def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_
 
 
 def error_of(call: Call, q: torch.Tensor, out: torch.Tensor, positions: torch.Tensor) -> float:
-    """Of the first layer, last 16 queries, against float64."""
+    """Return the error of the first layer's last 16 queries relative to float64."""
     want, _ = exact(q[:, -16:], call.stores(0), call.tables, positions=positions[:, -16:])
     return float((out[:, -16:].double() - want).norm() / want.norm())
 
 
 def bench_preset(name: str, batch: int, q_heads: int, tokens: int, queries: int = 1) -> dict[str, Any]:
-    """Checked and timed attention over packed pages. The check of a chunk takes its last 16 queries."""
+    """Check and time attention over packed pages. The check of a chunk takes its last 16 queries."""
     scheme = schemes.get(name)
     call = packed_call(scheme.key, scheme.value, batch, tokens, scheme.page_size)
     q = torch.randn(batch, queries, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -246,7 +246,7 @@ def bench_preset(name: str, batch: int, q_heads: int, tokens: int, queries: int 
 
 
 def _launches(plan: attend.Attention, q: torch.Tensor, layers: int) -> list[Any]:
-    """One launch for each layer."""
+    """Return one launch for each layer."""
     out = torch.empty_like(q)
     return [lambda layer=layer: plan.run(q, layer, out=out) for layer in range(layers)]
 
@@ -259,9 +259,9 @@ missing: dict[str, str] = {}
 def bench_16_bit(
     batch: int, q_heads: int, tokens: int, queries: int = 1, peers: Sequence[str] = PEERS
 ) -> dict[str, float]:
-    """Microseconds of the 16-bit kernels that are installed, same shape, bf16, contiguous caches in turn (FlashInfer:
-    pages of 64), two or as many as are larger than L2. What fails, or gives other numbers than cuDNN, is left out and
-    said in `missing`; cuDNN must be there.
+    """Measure the microseconds of the installed 16-bit kernels, same shape, bf16, contiguous caches in turn
+    (FlashInfer: pages of 64), two or as many as are larger than L2. `missing` names kernels that fail or differ from
+    cuDNN; cuDNN must be there.
     """
     shape = (batch, KV_HEADS, tokens, HEAD_DIM)
     copies = max(2, -(-ROTATE_BYTES // (batch * KV_HEADS * tokens * HEAD_DIM * 4)))
@@ -341,7 +341,7 @@ _PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], Launc
 
 
 def tiers_call(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int) -> Call:
-    """`tiers` by name ("sink", "cold", "warm", "raw") and the tokens they span."""
+    """Make a call over `tiers`, by name ("sink", "cold", "warm", "raw") and the tokens they span."""
     sinks, raw, tier = scheme.num_sink_tokens, QuantSpec.raw(), scheme.tiers[0]
     layouts = {
         name: PageLayout(key=k, value=v, page_size=size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
@@ -365,7 +365,7 @@ def tiers_call(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int) ->
 
 
 def time_tiers(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int, q_heads: int) -> dict[str, float]:
-    """Checked and timed decoding over some tiers."""
+    """Check and time decoding over some tiers."""
     call = tiers_call(scheme, tiers, batch)
     q = torch.randn(batch, 1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     newest = max(end for _, end in tiers.values()) - 1
@@ -382,8 +382,8 @@ def time_tiers(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int, q_
 
 
 def bench_tiers(args: argparse.Namespace, copy: float) -> None:
-    """One step over the tiers of each scheme, and the sum of what the bytes of each tier take at the bandwidth of a
-    whole cache of that tier's format.
+    """Measure one step over the tiers of each scheme, and the sum of what the bytes of each tier take at the bandwidth
+    of a whole cache of that tier's format.
     """
     for scheme in map(schemes.get, args.schemes):
         hot, warm, sinks = scheme.residual_length, scheme.tiers[0].num_tokens, scheme.num_sink_tokens
@@ -428,8 +428,8 @@ def bench_tiers(args: argparse.Namespace, copy: float) -> None:
 
 
 def bench_small(args: argparse.Namespace, copy: float) -> None:
-    """Speed against the fastest 16-bit kernel from 256 tokens up, and where it passes 1: 16-bit bytes of the whole
-    call's keys and values.
+    """Measure the speed against the fastest 16-bit kernel from 256 tokens up, and where it passes 1: 16-bit bytes of
+    the whole call's keys and values.
     """
     slower = dict.fromkeys(args.schemes, 0)
     for batch in SMALL_BATCHES:
@@ -460,8 +460,8 @@ def bench_small(args: argparse.Namespace, copy: float) -> None:
 
 
 def bench_prefill(args: argparse.Namespace, copy: float) -> None:
-    """A chunk of queries over history that all of them see; the 16-bit kernels read as many tokens of 16-bit history,
-    unmasked too.
+    """Measure a chunk of queries over history that all of them see. The 16-bit kernels read as many tokens of 16-bit
+    history, unmasked too.
     """
     for batch, q_heads, chunk, tokens in [PREFILL[i] for i in args.shapes or range(len(PREFILL))]:
         times = bench_16_bit(batch, q_heads, tokens, chunk, args.peers)

@@ -51,8 +51,8 @@ def _rows() -> dict[str, tuple[QuantSpec, QuantSpec]]:
 
 
 def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout, product: bool) -> bool:
-    """Whether pages hold the reference's bytes; of keys that are products with a basis but for ties, and what follows
-    from them.
+    """Return whether pages hold the reference's bytes. Keys that are products with a basis may differ in ties, and in
+    what follows from ties.
     """
     differ, values = (
         (pages != want).double(),
@@ -69,7 +69,7 @@ def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout, prod
 
 
 def bench(key: QuantSpec, value: QuantSpec) -> dict[str, Any]:
-    """Checked and timed closing of `PAGES` pages."""
+    """Check and time closing of `PAGES` pages."""
     layout = PageLayout(key=key, value=value, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
     launches, kept = [], []  # a graph's capture gives back memory that nothing holds
     for _ in range(COPIES):
@@ -93,8 +93,8 @@ def bench(key: QuantSpec, value: QuantSpec) -> dict[str, Any]:
 
 
 def bench_store_tokens(name: str, count: int) -> float:
-    """Microseconds of storing `count` tokens as the preset `name` says, checked: single ones of as many sequences, each
-    in another page; or one prompt.
+    """Measure the microseconds of storing `count` tokens in the preset `name`, checked: single ones of as many
+    sequences, each in another page; or one prompt.
     """
     scheme = schemes.get(name)
     layout = PageLayout(key=scheme.key, value=scheme.value, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
@@ -133,7 +133,7 @@ def bench_store_tokens(name: str, count: int) -> float:
 
 
 def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
-    """Times of writing one token of each of `batch` sequences."""
+    """Measure the times of writing one token of each of `batch` sequences."""
     layout = PageLayout(
         key=QuantSpec.raw(), value=QuantSpec.raw(), page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM
     )
@@ -209,7 +209,7 @@ def main() -> None:
 
 
 def bench_tokens(args: argparse.Namespace, copy: float, shape: dict[str, Any]) -> None:
-    """Single tokens: the newest ones as a cache stores them raw, and the kernel alone."""
+    """Measure single tokens: the newest ones as a cache stores them raw, and the kernel alone."""
     appends = [bench_append(batch) for batch in (1, 32, 256)]
     for a in appends:
         print(

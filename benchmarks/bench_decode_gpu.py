@@ -1,5 +1,5 @@
-"""Decode attention of presets in a real cache on a GPU, raw tail included, beside the 16-bit kernels that are
-installed: cuDNN, FlashAttention-3, FlashInfer.
+"""Attention of single tokens in a real cache on a GPU, raw tail included, beside the 16-bit kernels that are installed:
+cuDNN, FlashAttention-3, FlashInfer.
 
     python benchmarks/bench_decode_gpu.py [presets ...] [--shapes 0 1 ..] [--out
     benchmarks/results/<gpu>/attend_decode.json]
@@ -52,8 +52,8 @@ MATMUL = (4096, 14336)  # 117 MB in bf16
 
 
 def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | None:
-    """What calibration would give for normal numbers: even codebooks; a basis of another direction for each channel, no
-    longer than a step.
+    """Make what calibration would return for normal numbers: even codebooks, or a basis with another
+    direction for each channel, of lengths that suit a step of 1.
     """
     if not scheme.needs_calibration:
         return None
@@ -65,7 +65,7 @@ def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | 
 
 
 def filled(scheme: Scheme, batch: int, tokens: int, layers: int, room: int = 256) -> PagedCache:
-    """A cache of fixed capacity that holds `tokens` random tokens of every sequence."""
+    """Make a cache of fixed capacity that holds `tokens` random tokens of every sequence."""
     rotary = (
         Rotary(inv_freq=tuple(500_000.0 ** (-i / (HEAD_DIM // 2)) for i in range(HEAD_DIM // 2)))
         if scheme.needs_rotary
@@ -94,7 +94,7 @@ def layers_for(scheme: Scheme, batch: int, tokens: int) -> int:
 
 
 def read_of(cache: PagedCache, layer: int, rows: list[int]) -> tuple[list[PageStore], list[Table]]:
-    """What attention of some sequences reads, led by the host."""
+    """Return the stores and tables that attention of some sequences reads, as the host leads it."""
     found = cache.groups[0].tables()
 
     def of_rows(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -117,7 +117,7 @@ def decode_a_little(cache: PagedCache, q_heads: int, layers: int, steps: int = 4
 
 
 def check(cache: PagedCache, q: torch.Tensor, out: torch.Tensor, what: str) -> float:
-    """Against float64, first and last sequence of the last layer. Takes the pages back from the device."""
+    """Compare the first and last sequence of the last layer with float64. Take the pages back from the device."""
     rows = sorted({0, cache.batch_size - 1})
     lengths = cache.seq_lens
     layer = len(cache.spec.layers) - 1
@@ -137,7 +137,7 @@ def matmuls() -> Any:
 
 
 def bench_preset(name: str, batch: int, q_heads: int, tokens: int, product: Any) -> dict[str, Any]:
-    """`product`: what runs before each launch in the second timing, None for no second timing."""
+    """Measure a preset. `product`: what runs before each launch in the second timing, None for no second timing."""
     scheme = schemes.get(name)
     layers = layers_for(scheme, batch, tokens)
     repeat = max(1, 12 // layers)
@@ -183,7 +183,7 @@ def host_led(cache: PagedCache, q: torch.Tensor, scheme: Scheme, layers: int, re
 
 
 def bench_shapes(args: argparse.Namespace, copy: float) -> list[str]:
-    """What could not be timed."""
+    """Measure every shape. Return the names of what could not be timed."""
     failed, product = [], None if args.quick else matmuls()
     for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
         shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"

@@ -82,7 +82,9 @@ def fill(cache: Any, contents: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def check(model: Any, tokenizer: Any) -> float:
-    """Relative difference of the logits after 300 tokens of real text, lossless scheme against the stock cache."""
+    """Return the relative difference of the logits after 300 tokens of real text, lossless scheme against the stock
+    cache.
+    """
     ids = tokenizer(novel(), return_tensors="pt").input_ids[:, :300]
     logits = []
     for cache in (DynamicCache(config=model.config), kvbits.KVCache.for_model(model, "raw")):
@@ -99,7 +101,7 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def caches_of(model: Any, calibrations: dict[str, Any], context: int, room: int) -> dict[str, Any]:
-    """Filled caches of one model by their names, the stock one first."""
+    """Fill the caches of one model, by their names, the stock one first."""
     config = model.config.get_text_config()
     heads, dim = (
         config.num_key_value_heads,

@@ -70,7 +70,7 @@ PROMPT, NEW_TOKENS = 2048, 256
 
 
 def spread(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Over the ranks, where torchrun started several."""
+    """Spread a model over the ranks, where torchrun started several."""
     if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
         return model
     from transformers import DistributedConfig  # 5.23
@@ -121,7 +121,7 @@ class Flash16:
 
     @staticmethod
     def release() -> None:
-        """Nothing global holds the cache any more, so its bytes are in no peak of a later row."""
+        """Forget the cache, so that its bytes are in no peak of a later row."""
         _fa3.clear()
         AttentionInterface.register("bench_fa3", no_fa3)
 
@@ -163,7 +163,7 @@ def no_fa3(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
 
 @torch.library.custom_op("bench::token_of_fa3", mutates_args=())
 def token_of_fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
-    """`Flash16.token` of the one there is, as one operation to the compiler."""
+    """Call `Flash16.token` of the one there is, as one operation to the compiler."""
     return _fa3[0].token(q, k, v, layer, scaling).contiguous()
 
 
@@ -173,7 +173,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: fl
 
 
 def forward(model: LlamaForCausalLM, cache: Any, ids: torch.Tensor, seen: int) -> Any:
-    """One pass after `seen` tokens, with the mask that generate() passes for padded batches."""
+    """Run one pass after `seen` tokens, with the mask that generate() passes for padded batches."""
     if isinstance(cache, Flash16):
         return model(
             ids, position_ids=seen + torch.arange(ids.shape[1], device="cuda")[None], use_cache=False, logits_to_keep=1
@@ -184,7 +184,7 @@ def forward(model: LlamaForCausalLM, cache: Any, ids: torch.Tensor, seen: int) -
 
 
 def prefill(model: LlamaForCausalLM, cache: Any, batch: int, context: int, chunk: int | None = None) -> float:
-    """Tokens a second of one prompt of `context` tokens per sequence, in one pass or in chunks."""
+    """Measure the tokens a second of one prompt of `context` tokens per sequence, in one pass or in chunks."""
     ids = torch.randint(0, 1000, (batch, context), device="cuda")
     torch.cuda.synchronize()
     start, seen = time.perf_counter(), 0
@@ -198,7 +198,7 @@ def prefill(model: LlamaForCausalLM, cache: Any, batch: int, context: int, chunk
 
 
 def fill(cache: Any, batch: int, tokens: int) -> None:
-    """Random keys and values in all layers, the same ones."""
+    """Fill all layers with the same random keys and values."""
     if isinstance(cache, Flash16):
         cache.kv.normal_()
         cache.seen.fill_(tokens)
@@ -267,7 +267,7 @@ def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, mode: str, w
 
 
 class Stamps(BaseStreamer):
-    """When tokens came."""
+    """Streamer that notes when tokens came."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -276,13 +276,13 @@ class Stamps(BaseStreamer):
         self.at.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def generate(
     model: LlamaForCausalLM, cache: Any, batch: int, context: int, new_tokens: int, eager: bool = False
 ) -> dict[str, float]:
-    """Through generate(), after a cache that holds all but the last of `context` tokens, or an empty one."""
+    """Measure generate(), after a cache that holds all but the last of `context` tokens, or an empty one."""
     ids, stamps = torch.randint(0, 1000, (batch, context), device="cuda"), Stamps()
     # streamers take one sequence
     options: dict[str, Any] = {"disable_compile": eager} | ({} if batch > 1 else {"streamer": stamps})
@@ -320,7 +320,7 @@ def compiled_forward(model: LlamaForCausalLM) -> Iterator[None]:
 
 @contextmanager
 def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, mode: str) -> Iterator[Any]:
-    """The row's empty cache, the model switched to it; without `tokens` one that grows."""
+    """Yield the row's empty cache, the model switched to it; without `tokens` one that grows."""
     with ExitStack() as stack:
         KVCache.detach(model)
         if row == "fa3":
@@ -350,7 +350,7 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, 
 
 
 def scheme_of(row: str) -> str | Scheme:
-    """A preset, or two of them in turn, layer by layer."""
+    """Return a preset, or two of them in turn, layer by layer."""
     even, _, odd = row.partition("+")
     if not odd:
         return row
@@ -363,14 +363,14 @@ def scheme_of(row: str) -> str | Scheme:
 
 
 def made_up(model: LlamaForCausalLM, row: str) -> Calibration | None:
-    """Even codebooks, for presets that are calibrated."""
+    """Make even codebooks, for presets that are calibrated."""
     scheme = scheme_for(ModelRef.of(model), scheme_of(row))
     static = calibration(scheme, model.config.num_hidden_layers)
     return Calibration(static, fingerprint(model.config, scheme)) if static else None
 
 
 def warm_up(model: LlamaForCausalLM, row: str, batch: int, chunk: int | None, room: int | None) -> None:
-    """Kernels are compiled, libraries chosen."""
+    """Compile the kernels, and let libraries choose theirs."""
     tokens = 2 * chunk if chunk else 512
     for _ in range(2):
         with prepared(model, row, batch, room and tokens + room, "eager") as cache:
@@ -380,7 +380,7 @@ def warm_up(model: LlamaForCausalLM, row: str, batch: int, chunk: int | None, ro
 def measure(
     model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Prefill and decoding of one row."""
+    """Measure prefill and decoding of one row."""
     room, chunk, watched = None if args.grow else ROOM, args.chunk, QUICKLY_WATCHED if args.quick else WATCHED
     if not args.filled:
         warm_up(model, row, batch, chunk, room)
@@ -426,14 +426,14 @@ def measure(
 
 
 def compiled(model: LlamaForCausalLM, cache: StaticCache, batch: int, context: int) -> dict[str, float]:
-    """generate() compiles a static cache's decoding; its first run pays for that."""
+    """Measure a static cache, whose decoding generate() compiles; its first run pays for that."""
     generate(model, cache, batch, context + 1, 12)
     seen = int(cache.get_seq_length())
     return generate(model, cache, batch, seen + 1, 64)
 
 
 def measure_prefill(model: LlamaForCausalLM, row: str, batch: int, context: int, chunk: int | None) -> dict[str, Any]:
-    """Three prompts in a row, after short ones: the first of them, then the median of the others."""
+    """Measure three prompts in a row, after short ones: the first of them, then the median of the others."""
     warm_up(model, row, batch, chunk, ROOM)
     speeds = []
     torch.cuda.reset_peak_memory_stats()
@@ -455,7 +455,7 @@ def measure_prefill(model: LlamaForCausalLM, row: str, batch: int, context: int,
 
 
 def measure_generate(model: LlamaForCausalLM, row: str, mode: str) -> dict[str, Any]:
-    """generate() from an empty cache, twice: the first compiles kernels.
+    """Measure generate() from an empty cache, twice: the first compiles kernels.
 
     A fixed cache is captured in a graph unless that is switched off.
     """
@@ -477,7 +477,7 @@ def measure_generate(model: LlamaForCausalLM, row: str, mode: str) -> dict[str, 
 
 
 def modes_of(row: str, asked: list[str]) -> list[str]:
-    """Modes of a row that were asked for; a static cache has one of its own."""
+    """Return the modes of a row that were asked for; a static cache has one of its own."""
     if row == "static":
         return ["compiled"]
     has = {"stock": ["eager"], "stock_flash": ["eager"], "fa3": ["eager", "graph", "compiled_graph"]}.get(
@@ -509,7 +509,7 @@ def words(r: dict[str, Any]) -> str:
 
 
 def warm(model: LlamaForCausalLM, rows: list[str], shapes: list[tuple[int, int]]) -> None:
-    """A short prompt and some tokens of each row on a model of one layer: everything is compiled, and kept on disk."""
+    """Run a short prompt and some tokens of each row on a model of one layer: everything is compiled, and kept on disk."""
     for batch in {batch for batch, _ in shapes}:
         for row, mode in ((name, mode) for name in rows for mode in modes_of(name, ["eager", "graph"])):
             with torch.no_grad(), prepared(model, row, batch, 512 + ROOM, mode) as cache:
@@ -541,7 +541,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def wanted(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """(row, mode), in the order in which they are measured."""
+    """List (row, mode), in the order in which they are measured."""
     found = [
         (row, mode)
         for row in args.rows

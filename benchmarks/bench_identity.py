@@ -30,7 +30,7 @@ def seconds(model: torch.nn.Module) -> tuple[float, str]:
 
 
 def main() -> None:
-    """Time, check and print one JSON line."""
+    """Measure, check and print one JSON line."""
     args = parser.parse_args()
     config = transformers.LlamaConfig(
         hidden_size=4096,

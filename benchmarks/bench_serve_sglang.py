@@ -39,7 +39,7 @@ OUT = Path(__file__).parent / "results" / "nvidia-h100" / "serve_sglang.json"
 
 
 def register() -> None:
-    """The plugin, in each of SGLang's processes."""
+    """Register the plugin, in each of SGLang's processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.models.llama.LlamaModel.forward", _without_prompts, HookType.AROUND)
@@ -55,8 +55,8 @@ def _without_prompts(
 
 
 def _filled(original: Any, pool: Any, *more: Any, **options: Any) -> None:
-    """Random numbers in all pages, finite ones in every format: bytes 0x20 to 0x3b are small positive float16, bfloat16
-    and float32.
+    """Fill all pages with random numbers, finite ones in every format: bytes 0x20 to 0x3b are small positive float16,
+    bfloat16 and float32.
     """
     import torch
 
@@ -77,7 +77,7 @@ def _install() -> None:
 
 
 def engine(args: argparse.Namespace, context: int, requests: int, captured: list[int]) -> Any:
-    """`sglang.Engine`, with dummy weights unless `--model` has some."""
+    """Start `sglang.Engine`, with dummy weights unless `--model` has some."""
     from bench_serve_vllm import model_directory, random_bases
 
     model, name = (
@@ -110,8 +110,8 @@ def engine(args: argparse.Namespace, context: int, requests: int, captured: list
 
 
 def decode_step(llm: Any, batch: int, context: int, steps: int) -> tuple[float, float]:
-    """Median milliseconds of a step in which `batch` sequences of about `context` tokens decode, and for how many ms
-    their last tokens came apart.
+    """Measure the median milliseconds of a step in which `batch` sequences of about `context` tokens decode, and for
+    how many ms their last tokens came apart.
     """
     from bench_serve_vllm import ids
 

@@ -64,7 +64,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a GPU starts none: vLLM's workers are forked
 }
-"""Of the process, where nothing else is set."""
+"""Environment of the process, where nothing else is set."""
 GEOMETRIES = {
     "llama-3.1-8b": {
         "hidden_size": 4096,
@@ -84,7 +84,7 @@ OUT = Path(__file__).parent / "results" / "nvidia-h200" / "serve_vllm.json"
 
 
 def model_directory(geometry: str, layers: int | None) -> Path:
-    """config.json of a geometry; vLLM makes the weights."""
+    """Write config.json of a geometry; vLLM makes the weights."""
     path = Path(tempfile.mkdtemp()) / geometry
     path.mkdir()
     config = (
@@ -111,8 +111,8 @@ def model_directory(geometry: str, layers: int | None) -> Path:
 
 
 def random_bases(model: Path, kv_cache_dtype: str, folder: Path | None = None) -> dict[str, Any]:
-    """`additional_config` of a dtype whose keys are in a calibrated basis, with the file of an orthogonal one for each
-    head of a model, in a folder, which is the model's if not given; empty for others.
+    """Return the `additional_config` of a dtype whose keys are in a calibrated basis, empty for others. The file has an
+    orthogonal basis for each head of a model, in `folder` or else in the model's.
     """
     from kvbits import schemes
     from kvbits.calibrate import Calibration, fingerprint
@@ -141,7 +141,7 @@ def random_bases(model: Path, kv_cache_dtype: str, folder: Path | None = None) -
 
 
 def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, captured: list[int], **more: Any) -> Any:
-    """`vllm.LLM`, with dummy weights unless `--model` has some."""
+    """Start `vllm.LLM`, with dummy weights unless `--model` has some."""
     model, given = args.model or model_directory(args.geometry, args.layers), json.loads(args.engine)
     options: dict[str, Any] = {
         "load_format": "auto" if args.model else "dummy",
@@ -182,7 +182,7 @@ def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, capt
 
 
 def _fill(worker: Any) -> None:
-    """Random numbers in the pages of a worker, finite ones in every dtype: bytes 0x20 to 0x3b are small positive
+    """Fill the pages of a worker with random numbers, finite ones in every dtype: bytes 0x20 to 0x3b are small positive
     float16, float32 and fp8.
     """
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
@@ -196,7 +196,7 @@ def _fill(worker: Any) -> None:
 
 
 def capacity(llm: Any) -> int:
-    """Tokens that the KV cache holds."""
+    """Return the tokens that the KV cache holds."""
     config = llm.llm_engine.vllm_config.cache_config
     return config.kv_cache_size_tokens or config.num_gpu_blocks * config.block_size
 
@@ -222,7 +222,8 @@ def decode_step(
     steps: int,
     step: Callable[[], Sequence[Any]] | None = None,
 ) -> float:
-    """Median milliseconds of a step in which `batch` sequences of `context` tokens decode, with as many drafts each.
+    """Measure the median milliseconds of a step in which `batch` sequences of `context` tokens decode, with as many
+    drafts each.
 
     `step`: instead of the engine's.
     """
@@ -381,7 +382,7 @@ def vocabulary(args: argparse.Namespace) -> int:
 
 
 def served(args: argparse.Namespace, longest: int, **more: Any) -> tuple[Any, Served]:
-    """An engine for `--running` requests at once.
+    """Start an engine for `--running` requests at once.
 
     Its kernels are compiled: prompts have been cut between steps, continued beside others that decode, and found again.
     """
@@ -398,8 +399,8 @@ def served(args: argparse.Namespace, longest: int, **more: Any) -> tuple[Any, Se
 
 
 def milliseconds(timings: list[Timing], now: float) -> dict[str, float | None]:
-    """P50 and P99 of first tokens, those that are waited for counted with what they have waited, and of times per
-    token.
+    """Return P50 and P99 of first tokens and of times per token. Requests that wait for a first token count with what
+    they have waited.
     """
     waits, rates = [t.wait(now) for t in timings], [x for t in timings if (x := t.per_token) is not None]
     found = {
@@ -612,12 +613,12 @@ def row(args: argparse.Namespace, mode: str, batch: float, context: int, **found
 
 
 def keep(args: argparse.Namespace, llm: Any, found: dict[str, Any]) -> None:
-    """A row, as soon as it is measured."""
+    """Keep a row, as soon as it is measured."""
     append([found | how_compiled(llm)], None if args.warm else args.out)
 
 
 def how_compiled(llm: Any) -> dict[str, Any]:
-    """What vLLM made of its settings: compilation mode, kinds of graphs."""
+    """Return what vLLM made of its settings: the compilation mode and the kinds of graphs."""
     config = llm.llm_engine.vllm_config.compilation_config
     return {
         "compilation_mode": int(config.mode),

@@ -1,4 +1,4 @@
-"""What a prefix store costs and saves: bytes, put and load against plain copies of the same bytes, time to the first
+"""Costs and savings of a prefix store: bytes, put and load against plain copies of the same bytes, time to the first
 token on a real model.
 
     python benchmarks/bench_store.py --tokens 32768 --schemes int4,kivi2 --where /data/store
@@ -75,7 +75,7 @@ def wait() -> None:
 
 
 def timed(work: Any) -> float:
-    """Seconds of one call."""
+    """Measure the seconds of one call."""
     wait()
     start = time.perf_counter()
     work()
@@ -84,7 +84,7 @@ def timed(work: Any) -> float:
 
 
 def bases(spec: CacheSpec) -> list[dict[str, torch.Tensor]] | None:
-    """Random orthogonal bases of the keys of schemes that have one, and means of zero."""
+    """Make random orthogonal bases of the keys of schemes that have one, and means of zero."""
     if not spec.scheme.needs_calibration:
         return None
     g = spec.layers[0]
@@ -106,7 +106,7 @@ def filled(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> Pag
 
 
 def empty(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> PagedCache:
-    """A cache whose memory is there already, as a server's is."""
+    """Make a cache whose memory is there already, as a server's is."""
     cache = PagedCache(spec, device=DEVICE, static=static, max_tokens=args.tokens + 64)
     cache.made_for = "random numbers"
     for group in cache.groups:
@@ -125,7 +125,7 @@ def same(a: PagedCache, b: PagedCache) -> bool:
 
 
 def attention(cache: PagedCache, layers: int) -> torch.Tensor:
-    """What one token's queries get in the first layers, [layers, ..]; the cache stays as it is."""
+    """Return what one token's queries read in the first layers, [layers, ..]. The cache stays as it is."""
     g = cache.spec.layers[0]
     x = torch.randn(layers, 1, 1, 4 * g.num_kv_heads, g.head_dim, generator=torch.Generator().manual_seed(0)).to(
         DEVICE, torch.bfloat16
@@ -141,14 +141,14 @@ def attention(cache: PagedCache, layers: int) -> torch.Tensor:
 
 
 def file_system(where: Path) -> str:
-    """Type of the file system that a folder is on: "tmpfs", "ext4", .."""
+    """Return the type of the file system that a folder is on: "tmpfs", "ext4", .."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     inside = [(mount, kind) for mount, kind in mounts if where.resolve().is_relative_to(mount)]
     return max(inside, key=lambda found: len(found[0]))[1]
 
 
 def resident(path: Path) -> float:
-    """Share of a file's pages that are in memory."""
+    """Return the share of a file's pages that are in memory."""
     size = path.stat().st_size
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
         held = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
@@ -163,7 +163,7 @@ def resident(path: Path) -> float:
 
 
 def drop(where: Path) -> bool:
-    """Whether no page of the files below `where` is in memory any more."""
+    """Drop the files below `where` from memory. Return whether no page of theirs is left there."""
     files = [p for p in where.rglob("*") if p.is_file() and p.stat().st_size]
     for path in files:
         with path.open("rb") as file:
@@ -191,7 +191,7 @@ def plain_copy(files: list[Path], room: torch.Tensor) -> None:
 
 
 def flushed(argv: list[str], where: Path) -> float:
-    """Seconds of a program that writes below `where`, and of the flush of what it wrote."""
+    """Measure the seconds of a program that writes below `where`, and of the flush of what it wrote."""
 
     def work() -> None:
         subprocess.run(argv, check=True, stderr=subprocess.DEVNULL)
@@ -297,7 +297,7 @@ def on_geometry(name: str) -> dict[str, Any]:
 
 
 def model_and_prompt() -> tuple[Any, torch.Tensor]:
-    """A model and the token ids [1, prompt]."""
+    """Load a model and make the token ids [1, prompt]."""
     if args.model == "llama-8b":
         from bench_generate_gpu import llama
 
@@ -311,7 +311,7 @@ def model_and_prompt() -> tuple[Any, torch.Tensor]:
 
 
 def stock_seconds(model: Any, ids: torch.Tensor) -> float:
-    """Seconds to the first token with the model's own attention and cache, the whole prompt in one pass."""
+    """Measure the seconds to the first token with the model's own attention and cache, the whole prompt in one pass."""
     kvbits.KVCache.detach(model)
     with torch.no_grad():
         times = [

@@ -54,7 +54,7 @@ def filled(scheme: Scheme, context: int, layers: int, heads: int, head_dim: int)
 
 
 def bytes_read(cache: PagedCache) -> dict[str, int]:
-    """Bytes of each tier that one step reads."""
+    """Return the bytes of each tier that one step reads."""
     g = cache.groups[0]
     found = {"hot": 0, "warm": 0, "cold": 0}
     for pool, table in g.tables().items():

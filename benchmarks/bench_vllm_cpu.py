@@ -47,7 +47,7 @@ WORST = {"int8": 0.02, "int8_centered": 0.02, "int4": 0.25, "klt4": 0.25, "klt3"
 
 
 def static_of(layout: Any) -> dict[str, torch.Tensor]:
-    """Calibrated parameters of random bases."""
+    """Make the calibrated parameters of random bases."""
     from kvbits.ops.static import read_with
 
     heads, d = layout.num_kv_heads, layout.head_dim
@@ -66,7 +66,7 @@ def static_of(layout: Any) -> dict[str, torch.Tensor]:
 def stock(
     k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
-    """vLLM's operators over k, v [B, N, H, D]: what `ours` gives."""
+    """Run vLLM's operators over k, v [B, N, H, D]. Return what `ours` returns."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -99,7 +99,7 @@ def stock(
 def ours(
     name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
-    """(out, attend, store, bytes of the pages): as the plugin does it for a layer, the step's plan made."""
+    """Return (out, attend, store, bytes of the pages): as the plugin does it for a layer, the step's plan made."""
     from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE
     from kvbits.ops import attend
     from kvbits.ops import store as op
@@ -179,7 +179,7 @@ def attention(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
 
 
 def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any]:
-    """Steps of one engine, in this process.
+    """Run the steps of one engine, in this process.
 
     Sequences end at their length, which may be the model's longest; no token is shared but by chance.
     """
@@ -237,7 +237,9 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
 
 
 def decode(args: argparse.Namespace, threads: int) -> None:
-    """A process a case, a line a case; those of an earlier run of the same command, in the same file, are left out."""
+    """Run a process for each case, and print a line for each. Cases of an earlier run of the same command, in the same
+    file, are left out.
+    """
     context = multiprocessing.get_context("forkserver")
     # ten seconds of imports, once
     context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])

@@ -1,4 +1,5 @@
-"""Decode attention of klt on a GPU beside that of another tree of this project, both in one process.
+"""Comparison of klt's attention of single tokens on a GPU with that of another tree of this project, both in one
+process.
 
     git archive COMMIT src/kvbits benchmarks/bench_attend_gpu.py | tar -x -C /tmp/before
     python benchmarks/compare_attend_gpu.py /tmp/before [--schemes klt4,klt2] [--quick] [--out FILE]

@@ -61,7 +61,7 @@ class Library:
 
 
 def find(folder: Path | None) -> tuple[Library | None, str]:
-    """(library, "") or (None, why there is none)."""
+    """Find the library: return (library, "") or (None, why there is none)."""
     if folder is None:
         found = importlib.util.find_spec("llama_cpp")
         if found is None or found.origin is None:
@@ -78,7 +78,7 @@ def find(folder: Path | None) -> tuple[Library | None, str]:
 def candidate(
     lib: Library, kind: str, contiguous: bool, hq: int, h: int, d: int, tokens: int, layers: int, threads: int
 ) -> tuple[Callable[[int], object], int]:
-    """(decode over layer i, bytes of one layer), checked on layer 0.
+    """Return (decode over layer i, bytes of one layer), checked on layer 0.
 
     K and V lie as in llama.cpp's cache, one row of all kv heads per token, or `contiguous` per head.
     """

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and how long it took: requests at Poisson times, users of long chats, percentiles, the
+"""Loads of an engine, and how long answers took: requests at Poisson times, users of long chats, percentiles, the
 highest rate that holds.
 
 No engine and no clock is in here: `drive` takes an `Engine`, which has both. Requests are made from seeds, so every
@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step of an engine brought to a request.
+    """Result of an engine's step for one request.
 
     Attributes:
         ids: new tokens.
@@ -73,7 +73,7 @@ class Timing:
         return self.made >= self.answer
 
     def wait(self, now: float) -> float:
-        """Seconds to the first token; while there is none, those waited so far."""
+        """Return the seconds to the first token; while there is none, those waited so far."""
         return (now if self.first is None else self.first) - self.asked
 
     @property
@@ -84,48 +84,49 @@ class Timing:
         return (self.last - self.first) / (self.made - 1)
 
     def least_per_token(self, now: float) -> float:
-        """The least that it can become."""
+        """Return the least seconds per token that this answer can come to."""
         if self.first is None or self.last is None or self.answer < 2:
             return 0.0
         return ((self.last if self.finished else now) - self.first) / (self.answer - 1)
 
 
 class Engine(Protocol):
-    """What serves."""
+    """Server of requests, with a clock."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the clock's seconds."""
 
     def wait(self, seconds: float) -> None:
-        """Nothing to do for so long."""
+        """Wait so long, with nothing to do."""
 
     def add(self, request: Request) -> None: ...
 
     def step(self) -> Iterable[Update]: ...
 
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return whether any request is unfinished."""
 
     def abort(self, names: list[str]) -> None: ...
 
 
 class Load(Protocol):
-    """What is asked when."""
+    """Source of requests over time."""
 
     def due(self, now: float) -> Iterable[tuple[float, Request]]:
-        """Requests whose time has come, each once, with that time."""
+        """Yield the requests whose time has come, each once, with that time."""
 
     def next(self) -> float | None:
-        """When the next request is due that is known of; None where all are asked or wait for an answer."""
+        """Return when the next known request is due; None if all were asked or wait for an answer."""
 
     def answered(self, name: str, ids: list[int], now: float) -> None:
-        """The whole answer of a request."""
+        """Take the whole answer of a request."""
 
 
 def drive(
     engine: Engine, load: Load, stop: Callable[[float, dict[str, Timing]], bool]
 ) -> tuple[dict[str, Timing], float]:
-    """Ask until the load ends or `stop(seconds, timings)` says so; what is unfinished then is taken back.
+    """Send requests until the load ends or `stop(seconds, timings)` returns True. What is unfinished then is taken
+    back.
 
     Returns:
         timings by request, and the seconds that it took.
@@ -243,7 +244,9 @@ class Chats:
         ]
 
     def histories(self, capacity: int) -> list[list[int]]:
-        """The chats that a cache of so many tokens holds when the load begins: as if the last users had written last."""
+        """Return the chats that a cache of so many tokens holds when the load begins: as if the last users had written
+        last.
+        """
         kept: list[list[int]] = []
         left = capacity
         for chat in reversed(self._chats):
@@ -276,13 +279,13 @@ class Chats:
 
 
 def at_share(xs: Iterable[float], share: float) -> float:
-    """The least of `xs` that at least this share of them do not exceed; NaN of none."""
+    """Return the least of `xs` that at least this share of them do not exceed; NaN of none."""
     ordered = sorted(xs)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def most_at_once(timings: Iterable[Timing]) -> int:
-    """The most requests whose answers were under way at one time."""
+    """Return the most requests whose answers were under way at one time."""
     events = [e for t in timings if t.first is not None and t.last is not None for e in ((t.first, 1), (t.last, -1))]
     most = here = 0
     for _, change in sorted(events, key=lambda e: (e[0], -e[1])):
@@ -293,14 +296,14 @@ def most_at_once(timings: Iterable[Timing]) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the 99th percentiles may be, in seconds: of the first token, and of the time per token after it."""
+    """Limits of the 99th percentiles, in seconds: for the first token, and for each token after it."""
 
     first: float
     per_token: float
     share: float = 0.99
 
     def broken(self, timings: Sequence[Timing], now: float, count: int) -> bool:
-        """Whether `count` requests, these among them, will be past a limit whatever becomes of the others."""
+        """Return whether `count` requests, these among them, will be past a limit whatever becomes of the others."""
         late = (
             sum(t.wait(now) > self.first for t in timings),
             sum(t.least_per_token(now) > self.per_token for t in timings),
@@ -308,8 +311,8 @@ class Limits:
         return max(late) > count - math.ceil(self.share * count)
 
     def hold(self, timings: Sequence[Timing], now: float) -> bool:
-        """Whether these requests are within the limits: those that wait with what they have waited, answers under way
-        with their time per token so far.
+        """Return whether these requests are within the limits. Requests that wait count with their wait so far, and
+        answers under way with their time per token so far.
         """
         waits, rates = [t.wait(now) for t in timings], [x for t in timings if (x := t.per_token) is not None]
         return not any(at_share(xs, self.share) > limit for xs, limit in ((waits, self.first), (rates, self.per_token)))
@@ -324,8 +327,8 @@ def highest(
     least: float = 0.01,
     go_on: Callable[[float], bool] = lambda rate: True,
 ) -> tuple[float | None, float | None]:
-    """The highest rate that holds: multiplied from `start` until one does not, or divided until one does, then halved
-    between on a scale of ratios.
+    """Find the highest rate that holds: multiplied from `start` until one does not, or divided until one does, then
+    halved between on a scale of ratios.
 
     Args:
         holds: measures a rate.
@@ -357,5 +360,5 @@ def highest(
 
 
 def rounded(rate: float) -> float:
-    """Three digits."""
+    """Return a rate to three digits."""
     return float(f"{rate:.3g}")

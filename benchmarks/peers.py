@@ -89,7 +89,7 @@ def _rounded(how: Rounding, x: torch.Tensor) -> torch.Tensor:
 
 
 def make(name: str, layers: tuple[LayerGeometry, ...]) -> tuple[Callable[[], Cache], dict[str, Any]]:
-    """(what makes caches of the peer `name` for a model of these layers, JSON data about it).
+    """Return (what makes caches of the peer `name` for a model of these layers, JSON data about it).
 
     Raises:
         UnsupportedError: heads that the engine does not store so.
@@ -127,13 +127,13 @@ def require_heads(name: str, layers: Sequence[LayerGeometry], multiple: int) -> 
 
 
 def raw_layers(peer: Peer, count: int) -> list[bool]:
-    """Tell of each of `count` layers whether a recipe leaves it raw."""
+    """Return whether a recipe leaves a layer raw, for each of `count` layers."""
     ends = min(peer.raw_layers, count // 2)
     return [min(i, count - 1 - i) < ends for i in range(count)]
 
 
 def integers(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Asymmetric integers of a token: (code, half of them up) * scale + smallest, both in float16."""
+    """Round a token to asymmetric integers: (code, half of them up) * scale + smallest, both in float16."""
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     scale = ((high - low) / (2**bits - 1)).clamp(min=1e-8)
     return ((x - low) / scale + 0.5).floor().clamp(0, 2**bits - 1) * scale.half().float() + low.half().float()
@@ -141,7 +141,7 @@ def integers(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 @functools.cache
 def lloyd_max(bits: int) -> torch.Tensor:
-    """float32 [2**bits]: the levels of least squared error for the standard normal distribution (Lloyd, 1982)."""
+    """Compute the levels of least squared error for the standard normal distribution (Lloyd, 1982), float32 [2**bits]."""
     normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)
     levels = normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
     for _ in range(2000):
@@ -152,8 +152,8 @@ def lloyd_max(bits: int) -> torch.Tensor:
 
 
 def directions(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """A norm in float16, and the nearest Lloyd-Max level of each number of the turned direction; the levels are as long
-    as the norm together.
+    """Round to a norm in float16, and the nearest Lloyd-Max level of each number of the turned direction; the levels
+    are as long as the norm together.
     """
     norm = x.norm(dim=-1, keepdim=True)
     turned = hadamard(x / (norm + 1e-8)) * x.shape[-1] ** 0.5
@@ -163,7 +163,7 @@ def directions(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def zero_points(x: torch.Tensor) -> torch.Tensor:
-    """4-bit integers of turned numbers, (code - zero) * scale, whose scale lacks its four lowest bits."""
+    """Round turned numbers to 4-bit integers, (code - zero) * scale, whose scale lacks its four lowest bits."""
     width = x.shape[-1] & -x.shape[-1]
     signs = (
         torch.randint(2, (width,), generator=torch.Generator().manual_seed(width)).repeat(x.shape[-1] // width).to(x)
@@ -179,12 +179,12 @@ def zero_points(x: torch.Tensor) -> torch.Tensor:
 
 
 def _away(x: torch.Tensor) -> torch.Tensor:
-    """The nearest whole number; halves go away from 0."""
+    """Round to the nearest whole number; halves go away from 0."""
     return (x.abs() + 0.5).floor().copysign(x)
 
 
 def blocks(x: torch.Tensor) -> torch.Tensor:
-    """q4_0: codes -8 to 7 times a scale in float16, by which the first of the largest numbers of 32 is -8."""
+    """Round to q4_0: codes -8 to 7 times a scale in float16, by which the first of the largest numbers of 32 is -8."""
     parts = x.unflatten(-1, (-1, 32))
     scale = parts.gather(-1, parts.abs().argmax(-1, keepdim=True)) / -8
     codes = (parts * scale.reciprocal().nan_to_num(posinf=0, neginf=0) + 8.5).floor().clamp(max=15) - 8
@@ -192,7 +192,7 @@ def blocks(x: torch.Tensor) -> torch.Tensor:
 
 
 def wide_blocks(x: torch.Tensor) -> torch.Tensor:
-    """q8_0: codes -127 to 127 times a scale in float16, by which the largest number of 32 is 127."""
+    """Round to q8_0: codes -127 to 127 times a scale in float16, by which the largest number of 32 is 127."""
     parts = x.unflatten(-1, (-1, 32))
     scale = parts.abs().amax(-1, keepdim=True) / 127
     codes = _away(parts * scale.reciprocal().nan_to_num(posinf=0))
@@ -200,12 +200,12 @@ def wide_blocks(x: torch.Tensor) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, how: Rounding) -> torch.Tensor:
-    """Numbers that are rounded between two Hadamard matrices."""
+    """Round numbers between two Hadamard matrices."""
     return hadamard(how(hadamard(x)))
 
 
 def turned_by_64(x: torch.Tensor, how: Rounding) -> torch.Tensor:
-    """The same with a matrix for every 64 channels."""
+    """Round as `turned` does, with a matrix for every 64 channels."""
     return turned(x.unflatten(-1, (-1, 64)), how).flatten(-2)
 
 
@@ -214,8 +214,8 @@ TILE = 128
 
 
 def balance(x: torch.Tensor, iterations: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of the rows and columns of tiles `x` [.., rows, columns] that make their spreads alike
-    (arXiv:2606.03458): columns and rows are divided by their standard deviation in turns, and the factors are those
+    """Find the factors of the rows and columns of tiles `x` [.., rows, columns] that make their spreads alike
+    (arXiv:2606.03458). Columns and rows are divided by their standard deviation in turns, and the factors are those
     after which the ratios of the largest to the smallest spread had the smallest sum.
 
     Returns:
@@ -247,8 +247,8 @@ def balance(x: torch.Tensor, iterations: int = 16) -> tuple[torch.Tensor, torch.
 
 
 def tiles(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """KVarN's tiles [.., rows, columns]: balanced, asymmetric integers by row, and in float16 a scale and an offset of
-    each row and a factor of each column.
+    """Round KVarN's tiles [.., rows, columns]: balanced, asymmetric integers by row, and in float16 a scale and an
+    offset of each row and a factor of each column.
     """
     rows, columns = balance(x)
     even = x / rows / columns
@@ -259,16 +259,16 @@ def tiles(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def kvarn(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [.., tokens, head_dim] of whole tiles, as `kvarn_k4v2_g128` gives them back: keys of 4 bits with
-    rows of a channel, values of 2 bits with rows of a token.
+    """Round keys and values [.., tokens, head_dim] of whole tiles as `kvarn_k4v2_g128` does: keys of 4 bits with rows
+    of a channel, values of 2 bits with rows of a token.
     """
     turned_keys, turned_values = (hadamard(x).unflatten(-2, (-1, TILE)) for x in (k, v))
     return hadamard(tiles(turned_keys.mT, 4).mT.flatten(-3, -2)), hadamard(tiles(turned_values, 2).flatten(-3, -2))
 
 
 def kvarn_bits(head_dim: int, value_head_dim: int) -> tuple[float, float]:
-    """Bits of a number of a tile's keys and values: codes, a scale and an offset of each row, a factor of each
-    column.
+    """Return the bits of a number of a tile's keys and values: codes, a scale and an offset of each row, a factor of
+    each column.
     """
     return 4 + 32 / TILE + 16 / head_dim, 2 + 32 / value_head_dim + 16 / TILE
 
@@ -280,8 +280,8 @@ OSCAR_KEPT = 0.96, 0.92
 
 
 def oscar_rotation(moments: torch.Tensor) -> torch.Tensor:
-    """OSCAR's rotation of a layer from `moments` [D, D], float64 (arXiv:2605.17757): eigenvectors, a Hadamard matrix,
-    and channels in the order of reversed bits of their eigenvalue's rank.
+    """Compute OSCAR's rotation of a layer from `moments` [D, D], float64 (arXiv:2605.17757): eigenvectors, a Hadamard
+    matrix, and channels in the order of reversed bits of their eigenvalue's rank.
     """
     values, vectors = torch.linalg.eigh(moments)
     width = len(values)
@@ -292,8 +292,8 @@ def oscar_rotation(moments: torch.Tensor) -> torch.Tensor:
 
 
 def oscar(x: torch.Tensor, rotation: torch.Tensor, kept: float) -> torch.Tensor:
-    """OSCAR's 2 bits of `x` [.., D]: turned by `rotation`, clipped at the share `kept` of a token's sizes, asymmetric
-    integers in groups of 128 channels at most, a scale and a zero point in float16.
+    """Round `x` [.., D] to OSCAR's 2 bits: turned by `rotation`, clipped at the share `kept` of a token's sizes,
+    asymmetric integers in groups of 128 channels at most, a scale and a zero point in float16.
     """
     y = x @ rotation
     sizes = y.abs().sort(-1).values
@@ -407,4 +407,4 @@ CACHES: Mapping[str, Callable[[Any], CacheFactory]] = {
     "nvfp4": nvfp4_factory,
     **{name: functools.partial(peer_factory, name) for name in PEERS},
 }
-"""Names for `kvbits eval --caches`, with what makes the factory of each for a model."""
+"""Makers of cache factories by name, for `kvbits eval --caches`. Each takes a model."""

@@ -32,12 +32,12 @@ SECOND_EDITION = "2026-11-27T12"
 
 
 def outdated(name: str, run: Mapping[str, Any]) -> bool:
-    """Tell whether a run timed a cache of this name in a format that the preset of that name has no more."""
+    """Return whether a run timed a cache of this name in a format that the preset of that name has no more."""
     return "klt" in name and (run["utc"] or "") < SECOND_EDITION
 
 
 def problems(data: Any) -> list[str]:
-    """What keeps a result file's figures from belonging to a run: entries without one, records without a field.
+    """List what keeps a result file's figures from belonging to a run: entries without one, records without a field.
 
     Empty for a sound file.
     """
@@ -59,7 +59,7 @@ def problems(data: Any) -> list[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One result file of rows.
+    """Read one result file of rows.
 
     Raises:
         FileFormatError: unreadable, or figures in it belong to no run (the first three said).
@@ -90,7 +90,7 @@ def joined(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def newest(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The newest run of a file as its measurement returned it: facts, and lists of rows."""
+    """Return the newest run of a file as its measurement returned it: facts, and lists of rows."""
     run = max(data["runs"].values(), key=lambda run: (run["utc"], run["id"]))
     lists = {name: [row for row in rows if row["run"] == run["id"]] for name, rows in data.items() if name != "runs"}
     return run["facts"] | {name: rows for name, rows in lists.items() if rows}
@@ -211,7 +211,7 @@ def this_run() -> dict[str, Any]:
 
 
 def latest(data: Mapping[str, Any], key: Sequence[str], section: str = "rows") -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The newest run's row for each key; of one run the last.
+    """Return the newest run's row for each key; of one run the last.
 
     Args:
         data: a result file's data.
@@ -233,7 +233,7 @@ def latest(data: Mapping[str, Any], key: Sequence[str], section: str = "rows") -
 def together(
     data: Mapping[str, Any], *wanted: Mapping[str, Any], by: str = "id", section: str = "rows"
 ) -> list[dict[str, Any]] | None:
-    """Rows of one run, such as both sides of a ratio: of the newest run that has them all.
+    """Return the rows of one run, such as both sides of a ratio: of the newest run that has them all.
 
     Args:
         data: a result file's data.

@@ -17,12 +17,12 @@ from kvbits.runs import dated
 from kvbits.schemes import PRESETS
 
 GPU = "nvidia-*/attend_decode*.json"
-"""Decode attention of presets in a whole cache (`bench_decode_gpu.py`)."""
+"""Files of attention of single tokens in a whole cache (`bench_decode_gpu.py`)."""
 
 
 def gpu_rows(folder: Path) -> dict[str, Any]:
-    """{"runs", "rows"} of the `GPU` files as one: presets in whole caches, each row with its ratio to the fastest
-    16-bit kernel of its own run.
+    """Return {"runs", "rows"} of the `GPU` files as one: presets in whole caches, each row with its ratio to the
+    fastest 16-bit kernel of its own run.
     """
     data = joined(sorted(folder.glob(GPU)))
     rows = [r for r in data["rows"] if "speedup_real_cache" in r and r["scheme"] in PRESETS]
@@ -30,7 +30,7 @@ def gpu_rows(folder: Path) -> dict[str, Any]:
 
 
 def _rival(data: dict[str, Any], row: dict[str, Any]) -> str:
-    """The 16-bit kernel that a row's ratio is over; rows that do not name it are of runs with one."""
+    """Return the 16-bit kernel that a row's ratio is over. Rows that do not name it are of runs with one."""
     return str(
         row.get("best_16_bit")
         or " or ".join(dict.fromkeys(p["kernel"] for p in data.get("peers", []) if p["run"] == row["run"]))
@@ -39,7 +39,7 @@ def _rival(data: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def gpu_latest(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """preset -> shape -> the newest run's row. What was timed in an earlier format is left out."""
+    """Return preset -> shape -> the newest run's row. What was timed in an earlier format is left out."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for (scheme, shape), row in latest(_of_today(gpu_rows(folder)), ("scheme", "shape")).items():
         found.setdefault(scheme, {})[shape] = row
@@ -47,8 +47,8 @@ def gpu_latest(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
-    """preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit kernel
-    of the same run.
+    """Return preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit
+    kernel of the same run.
     """
     return {
         scheme: {shape: row["speedup_real_cache"] for shape, row in rows.items()}
@@ -62,9 +62,9 @@ def _of_today(data: dict[str, Any], name: str = "scheme") -> dict[str, Any]:
 
 
 def kernel_groups(folder: Path, presets: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """[{title, unit, note, bars: [{label, value, kind}]}], of the newest runs; the bars of a group are of one sitting
-    on one machine where they are compared with each other, and of the newest run of each preset where each has its
-    ratio from its own run. What was timed in an earlier format is left out.
+    """Return [{title, unit, note, bars: [{label, value, kind}]}], of the newest runs. The bars of a group are of one
+    sitting on one machine where they are compared with each other, and of the newest run of each preset where each has
+    its ratio from its own run. What was timed in an earlier format is left out.
 
     Args:
         presets: have a bar in every group of presets: an empty one, whose label says so, where they were not measured.
@@ -92,7 +92,7 @@ def _read(folder: Path, pattern: str) -> list[dict[str, Any]]:
 
 
 def card_of(run: dict[str, Any]) -> str:
-    """A run's GPU; of a run before records what its benchmark called it."""
+    """Name a run's GPU; of a run before records what its benchmark called it."""
     return str(
         run["gpu"]["name"]
         if run["gpu"]
@@ -103,7 +103,7 @@ def card_of(run: dict[str, Any]) -> str:
 def sitting(
     data: dict[str, Any], rows: list[dict[str, Any]], enough: Callable[[list[dict[str, Any]]], bool]
 ) -> list[dict[str, Any]]:
-    """The rows of the newest session that has enough of them to compare; none if no session has."""
+    """Return the rows of the newest session that has enough of them to compare; none if no session has."""
     runs = data["runs"]
     sessions: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda r: (runs[r["run"]]["utc"], r["run"])):
@@ -113,7 +113,7 @@ def sitting(
 
 
 def _attention(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Speeds over the fastest 16-bit kernel; that one is a bar of 1."""
+    """Return the speeds over the fastest 16-bit kernel; that one is a bar of 1."""
     newest = latest(data, ("shape", "scheme"))
     found = []
     for shape in dict.fromkeys(shape for shape, _ in newest):
@@ -164,14 +164,14 @@ SERVED = {
         "{batch} users of chats of up to {context:,} tokens",
     ),
 }
-"""What is drawn of rows of bench_serve_vllm.py: their mode, the number, its unit, where it was measured."""
+"""Drawings of rows of bench_serve_vllm.py: their mode, the number, its unit, where it was measured."""
 BEST = ("largest", "highest")
 """Kinds of rows that each cache has at a batch of its own: its largest, or the highest rate that it held."""
 
 
 def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Largest batches first, then steps, first tokens and times per token under load; a group needs bf16 and another
-    cache, timed in one sitting.
+    """Return the largest batches first, then steps, first tokens and times per token under load. A group needs bf16 and
+    another cache, timed in one sitting.
     """
     found = []
     for what, (mode, number, unit, words) in SERVED.items():
@@ -218,7 +218,7 @@ def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _load(row: dict[str, Any]) -> str:
-    """What was asked of an engine, in words; empty where a row says nothing of it."""
+    """Describe the load of an engine in words; return "" if a row does not name one."""
     load = row.get("load", {})
     if "tpot_limit_ms" in load:
         return (
@@ -229,7 +229,7 @@ def _load(row: dict[str, Any]) -> str:
 
 
 def in_words(shape: str) -> str:
-    """A benchmark's "B=8 H=32/8 T=32768 D=128" as a reader would say it."""
+    """Describe a benchmark's "B=8 H=32/8 T=32768 D=128" in a reader's words."""
     found = re.fullmatch(r"B=(\d+) H=(\d+)/(\d+) T=(\d+) D=(\d+)", shape)
     if found is None:
         return shape
@@ -241,8 +241,8 @@ def in_words(shape: str) -> str:
 
 
 def graphed(data: dict[str, Any]) -> dict[tuple[int, int], dict[tuple[Any, ...], dict[str, Any]]]:
-    """(sequences, tokens) -> (row's name, mode) -> row: tokens through Transformers, of the newest sitting that timed
-    the stock cache with FlashAttention and a preset in a graph.
+    """Return (sequences, tokens) -> (row's name, mode) -> row: tokens through Transformers, of the newest sitting that
+    timed the stock cache with FlashAttention and a preset in a graph.
     """
     rows = _tokens(data)
     found = {}
@@ -262,7 +262,7 @@ def _tokens(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def newest_tokens(data: dict[str, Any], batch: int, context: int) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """(row's name, mode) -> the newest run's row, of several runs: no two of them are a ratio."""
+    """Return (row's name, mode) -> the newest run's row, of several runs: no two of them are a ratio."""
     rows = [r for r in _tokens(data) if (r["batch"], r["context"]) == (batch, context)]
     return latest({"runs": data["runs"], "rows": rows}, ("scheme", "mode"))
 
@@ -274,7 +274,7 @@ def _comparable(rows: list[dict[str, Any]]) -> bool:
 
 
 def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tokens through Transformers: presets in a CUDA graph, beside the stock cache with FlashAttention."""
+    """Return the tokens through Transformers: presets in a CUDA graph, beside the stock cache with FlashAttention."""
     found = []
     for (batch, context), rows in graphed(data).items():
         stock = rows["stock_flash", "eager"]["ms_per_token"]

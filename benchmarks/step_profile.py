@@ -1,5 +1,5 @@
-"""Where the time of a serving step goes: the kernels of a few steps under torch.profiler, in groups by name, with what
-runs at the same time counted once.
+"""Time of a serving step by kernel: the kernels of a few steps under torch.profiler, in groups by name, with what runs
+at the same time counted once.
 
 `Profiled` stands in for an engine's step, `of_trace` makes of its trace what a row of results has, in microseconds a
 step:
@@ -88,7 +88,7 @@ class Profiled:
         return outputs
 
     def trace(self) -> dict[str, Any]:
-        """The Chrome trace of the profiled steps."""
+        """Return the Chrome trace of the profiled steps."""
         if self.seen < BEFORE + STEPS:
             if self.began:
                 self.profiler.stop()
@@ -102,7 +102,7 @@ class Profiled:
 
 
 def of_trace(trace: Mapping[str, Any], steps: int = STEPS) -> dict[str, Any]:
-    """What `account` says of a Chrome trace of so many steps.
+    """Return the `account` of a Chrome trace of so many steps.
 
     Raises:
         ValueError: no kernel is there once a step, so that none says where steps begin.
@@ -116,8 +116,8 @@ def of_trace(trace: Mapping[str, Any], steps: int = STEPS) -> dict[str, Any]:
 
 
 def whole_steps(kernels: Sequence[Kernel], steps: int) -> tuple[list[Kernel], float, int]:
-    """(kernels by start, end, number of steps): from the first to the last time of the longest kernel that each step
-    has once, without the first steps.
+    """Return (kernels by start, end, number of steps): from the first to the last time of the longest kernel that each
+    step has once, without the first steps.
     """
     counts = Counter(name for *_, name in kernels)
     once = [name for name, n in counts.items() if n == steps] or [
@@ -133,8 +133,9 @@ def whole_steps(kernels: Sequence[Kernel], steps: int) -> tuple[list[Kernel], fl
 
 
 def account(kernels: Sequence[Kernel], end: float, steps: int) -> dict[str, Any]:
-    """Microseconds a step: `groups` (group -> alone), `sums` (group -> sum), `gaps` (short and long ones), `step_us`,
-    which `groups` and `gaps` add up to, and `kernels`, [{name, group, calls, sum, alone}], the longest first.
+    """Compute microseconds a step: `groups` (group -> alone), `sums` (group -> sum), `gaps` (short and long ones),
+    `step_us`, which `groups` and `gaps` add up to, and `kernels`, [{name, group, calls, sum, alone}], the longest
+    first.
     """
     names: dict[str, dict[str, Any]] = {}
     gaps, frontier = {"short": 0.0, "long": 0.0}, kernels[0][0]

@@ -1,4 +1,4 @@
-"""What codes, frames, means and tails are worth to klt: KL of a whole model that reads every token as decoding would.
+"""Worth of codes, frames, means and tails to klt: KL of a whole model that reads every token as decoding would.
 
     python benchmarks/study_codes.py MODEL --device cuda --length 8192 --windows 4 --out codes.json
     python benchmarks/study_codes.py MODEL --length 1024 --only klt2,klt2-T --calibration a.txt --text wiki.test.raw
@@ -61,12 +61,12 @@ LOST = dict(enumerate(DISTORTION)) | {8: 7.5e-5}
 ROWS = 512
 """Rows of scores, or of logits, at a time."""
 KEPT = ("num_tokens", "nll", "tvd", "kl_max", "kl_worst", "kl_lost")
-"""What a row has of a window's `Fidelity.record`."""
+"""Fields of a window's `Fidelity.record` that a row keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """What a page's tokens are coded with.
+    """Codes of a page's tokens.
 
     Attributes:
         bands: of keys, at any head_dim.
@@ -91,7 +91,7 @@ class Codes:
         return dataclasses.replace(schemes.get("klt4").value, bands=(self.bits,) * -(-head_dim // 16))
 
     def stored_bits(self, head_dim: int) -> float:
-        """Of a number, with the scale."""
+        """Return the bits of a number, with its share of the scale."""
         return (sum(self.key().widths(head_dim)) / -(-head_dim // 16) + self.bits) / 2 + 8 / head_dim
 
 
@@ -111,7 +111,7 @@ class Variant:
     again: bool = False
 
     def held_bits(self, head_dim: int, length: int) -> float:
-        """Of a number of a cache of `length` tokens, each counted once."""
+        """Return the bits of a number in a cache of `length` tokens, each counted once."""
         near = self.near_tokens if self.near else 0
         stored = max(0, length - SINKS - self.raw - near)
         inner = self.near.stored_bits(head_dim) * min(near, length - SINKS - self.raw) if self.near else 0.0
@@ -119,13 +119,13 @@ class Variant:
 
 
 def klt(bits: int, **how: Any) -> Codes:
-    """The codes of `klt2`, `klt3`, `klt4`, or of 5 bits: klt4's with one bit more in every band."""
+    """Return the codes of `klt2`, `klt3`, `klt4`, or of 5 bits: klt4's with one bit more in every band."""
     bands = schemes.get(f"klt{min(bits, 4)}").key.bands
     return Codes((8, 6, 6, 5, 5, 5, 5, 5) if bits == 5 else bands, bits, **how)
 
 
 def variants(bits: int) -> dict[str, Variant]:
-    """All variants of a width by name."""
+    """Return all variants of a width by name."""
     name = f"klt{bits}"
     found: dict[str, Variant] = {}
 
@@ -172,7 +172,7 @@ def variants(bits: int) -> dict[str, Variant]:
 
 
 def integers(x: torch.Tensor, widths: tuple[int, ...], scale: torch.Tensor) -> torch.Tensor:
-    """Rows [..., D] as plain integers of each band's width give them back: levels a scale apart, none is 0."""
+    """Round rows [..., D] to plain integers of each band's width: levels a scale apart, none is 0."""
     top = torch.tensor([2.0**b - 1 for b in widths], device=x.device).repeat_interleave(16)[: x.shape[-1]]
     codes = (x / scale.unsqueeze(-1) + top / 2).round().clamp(min=0).minimum(top)
     return (codes - top / 2) * scale.unsqueeze(-1)
@@ -191,12 +191,12 @@ class Seen(Moments):
         self.kept.append((k[..., self.order.to(k.device)].float().transpose(0, 1), positions))
 
     def fitted(self, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
-        """`k_basis` float32 [H, D, D], and the means that are taken off keys in their frame (`means`)."""
+        """Return `k_basis` float32 [H, D, D], and the means that are taken off keys in their frame (`means`)."""
         means = self.means(codes)
         return _Fixed(self, codes.key(), self.covariance(codes, means)).basis(), means
 
     def covariance(self, codes: Codes, means: torch.Tensor) -> torch.Tensor:
-        """float64 [H, D, D], of keys in their frame about `means`."""
+        """Return the covariance of keys in their frame about `means`, float64 [H, D, D]."""
         found, count = torch.zeros(1), 0
         for k, positions in self.kept:
             later = positions >= RUN
@@ -208,7 +208,9 @@ class Seen(Moments):
         return found / count
 
     def expected(self, codes: Codes) -> torch.Tensor:
-        """float64 [H]: squared error of scores that keys of integers have by their moments alone, in no unit."""
+        """Return the squared error of scores that keys of integers have by their moments alone, in no unit, float64
+        [H].
+        """
         h = far(self.queries, self.inv_freq, self.farthest)
         h = h + RIDGE["queries"] * h.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(h.shape[-1])
         values, vectors = torch.linalg.eigh(h)
@@ -218,7 +220,7 @@ class Seen(Moments):
         return (spread * torch.tensor([LOST[b] for b in widths]).repeat_interleave(16)[: spread.shape[-1]]).sum(-1)
 
     def means(self, codes: Codes) -> torch.Tensor:
-        """float64 [H, frame + PAGE, D]: a page may reach into the next frame."""
+        """Return the means, float64 [H, frame + PAGE, D]: a page may reach into the next frame."""
         at = torch.arange(codes.frame + PAGE)
         sums, count = torch.zeros(1), 0
         for k, positions in self.kept:
@@ -261,7 +263,7 @@ class Simulation:
         AttentionInterface.register(self.NAME, self)
 
     def fitted(self, layer: int, codes: Codes) -> tuple[torch.Tensor, ...]:
-        """float32 on the device: basis, its inverse, means."""
+        """Return basis, its inverse and means, float32 on the device."""
         name = layer, codes.bands, codes.run, codes.frame
         if name not in self._fitted:
             basis, means = self.seen[layer].fitted(codes)
@@ -271,7 +273,7 @@ class Simulation:
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **how: Any
     ) -> tuple[torch.Tensor, None]:
-        """One text: query [1, Hq, T, D], key and value [1, H, T, D] -> [1, T, Hq, D]."""
+        """Attend to one text: query [1, Hq, T, D], key and value [1, H, T, D] -> [1, T, Hq, D]."""
         layer, scaling = module.layer_idx, how["scaling"]
         q, k, v = query[0].float(), key[0].float(), value[0].float()
         positions = torch.arange(q.shape[1], device=q.device)
@@ -311,7 +313,7 @@ class Simulation:
     def given_back(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, codes: Codes
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [H, T, D] as pages give them back."""
+        """Return keys and values [H, T, D] as pages give them back."""
         basis, back, means = self.fitted(layer, codes)
         order, inv_freq = self.seen[layer].order.to(k.device), self.seen[layer].inv_freq
         positions = torch.arange(k.shape[1], device=k.device)
@@ -327,7 +329,7 @@ class Simulation:
 
     @staticmethod
     def rounded(x: torch.Tensor, spec: QuantSpec, kind: str, codes: Codes) -> torch.Tensor:
-        """Rows [H, T, D] as they are read back."""
+        """Return rows [H, T, D] as they are read back."""
         scale, widths = scales.fitted_scales(x, spec), spec.widths(x.shape[-1])
         if not codes.levels:
             return integers(x, widths, scale)
@@ -355,13 +357,13 @@ class Simulation:
 
 @torch.no_grad()
 def hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Last hidden states [T, width] of one text, before the head."""
+    """Return the last hidden states [T, width] of one text, before the head."""
     return model.get_decoder()(input_ids=ids[None].to(model.device), use_cache=False).last_hidden_state[0]
 
 
 @torch.no_grad()
 def score(model: Any, states: torch.Tensor, reference: torch.Tensor, ids: torch.Tensor, first: int) -> Fidelity:
-    """Predictions from `states` against those from `reference`, both of `hidden`, at positions from `first` on."""
+    """Compare predictions from `states` with those from `reference`, both of `hidden`, at positions from `first` on."""
     found = Fidelity(num_texts=1)
     head, ids = model.get_output_embeddings(), ids.to(model.device)
     for start in range(first, len(ids) - 1, ROWS):
@@ -373,8 +375,8 @@ def score(model: Any, states: torch.Tensor, reference: torch.Tensor, ids: torch.
 
 
 def expected(simulation: Simulation) -> list[dict[str, Any]]:
-    """Rows: by frame, run and bits the error of scores as a share of that of frames of 256 and runs of 64, geometric
-    mean over kv heads of all layers.
+    """Return rows: by frame, run and bits the error of scores as a share of that of frames of 256 and runs of 64,
+    geometric mean over kv heads of all layers.
     """
     rows = []
     for bits in (2, 3, 4):
@@ -395,7 +397,7 @@ def measured(
     first: int,
     skipped: int,
 ) -> list[dict[str, Any]]:
-    """Rows of a variant, one a window of `ids`, numbered from `skipped` on; and a line about them, printed."""
+    """Measure the rows of a variant, one a window of `ids`, numbered from `skipped` on, and print a line about them."""
     simulation.variant, began = variant, time.monotonic()
     head_dim, length = simulation.layers[0].head_dim, ids.shape[1]
     texts = [

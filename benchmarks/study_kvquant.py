@@ -1,4 +1,4 @@
-"""What each part of KVQuant is worth on a model, through the real packed cache: the studies its reviewers asked for.
+"""Worth of each part of KVQuant on a model, through the real packed cache: the studies its reviewers asked for.
 
     python benchmarks/study_kvquant.py MODEL --study ladder --text wiki.test.raw --calibration wiki.valid.tokens
     studies: ladder    per token -> per channel -> pre-RoPE -> codebooks -> outliers -> sinks, and calibrated ranges as
@@ -90,7 +90,7 @@ class Samples:
         per_head: bool = False,
         prior: float = PRIOR,
     ) -> Calibration:
-        """What `kvbits.calibrate.calibrate` would return for the first `prompts` prompts."""
+        """Return what `kvbits.calibrate.calibrate` would return for the first `prompts` prompts."""
         layers = layer_geometries(self.model.config)
         if scheme.needs_rotary:
             layers = with_rotary(layers, self.model)
@@ -123,7 +123,7 @@ def integers(bits: int, **key: Any) -> tuple[QuantSpec, QuantSpec]:
 
 
 def ladder(bits: int) -> dict[str, Scheme]:
-    """Each step keeps what came before it; the raw tail is the same in all."""
+    """Return the steps of the ladder. Each step keeps what came before it; the raw tail is the same in all."""
     nuq = {"format": f"nuq{bits}"}
     channel: dict[str, Any] = {"granularity": PerChannel()}
     steps: dict[str, tuple[QuantSpec, QuantSpec]] = {
@@ -157,7 +157,7 @@ def presets() -> dict[str, Scheme]:
 
 
 def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tuple[str, Scheme, str, dict[str, Any]]]:
-    """(name, scheme, calibration text, how it is fitted) of a study at one width."""
+    """Yield (name, scheme, calibration text, how it is fitted) of a study at one width."""
     first = next(iter(samples))
     top = ladder(bits)["calibrated ranges: sinks"]  # where codebooks matter most
     if study == "ladder":
@@ -185,7 +185,7 @@ def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tup
 def measure(
     model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, workers: int, label: str
 ) -> list[dict[str, Any]]:
-    """Rows of every cache over the windows.
+    """Measure the rows of every cache over the windows.
 
     Workers are processes that share the model's memory and take some caches of one window each.
     """
@@ -225,7 +225,7 @@ def measure(
 
 
 def forked(run: Callable[[Any], Any], tasks: list[Any], workers: int) -> Iterator[Any]:
-    """Results of the tasks in order, from forked processes (none for 1 worker)."""
+    """Yield the results of the tasks in order, from forked processes (none for 1 worker)."""
     if workers < 2:
         yield from map(run, tasks)
         return

@@ -1,4 +1,4 @@
-"""How much of prompts a cache of so many tokens still holds: hit rate against capacity over a trace of block hashes,
+"""Share of prompts that a cache of so many tokens still holds: hit rate against capacity over a trace of block hashes,
 without a GPU.
 
     python benchmarks/study_prefix_hits.py conversation_trace.jsonl [--gpu H200] [--out FILE]
@@ -57,7 +57,7 @@ def trace(path: Path) -> Iterator[Prompt]:
 
 
 def chats(users: int, turns: int, block: int) -> Iterator[Prompt]:
-    """Prompts of `users` whose answers take no time, in the order in which they come."""
+    """Yield the prompts of `users` whose answers take no time, in the order in which they come."""
     load = Chats(users=users, vocabulary=128256)
     for _ in range(users * turns):
         for at, request in load.due(load.next() or 0.0):
@@ -81,7 +81,7 @@ class Recent:
             at += at & -at
 
     def _before(self, at: int) -> int:
-        """Blocks last used up to this time."""
+        """Count the blocks last used up to this time."""
         found = 0
         while at:
             found += self._tree[at]
@@ -89,8 +89,8 @@ class Recent:
         return found
 
     def place(self, block: int) -> int | None:
-        """1 for the one used last, and so on; None for one never used: the fewest blocks that a cache must hold to hold
-        it.
+        """Return the fewest blocks that a cache must hold to hold this one: 1 for the one used last, and so on; None
+        for one never used.
         """
         at = self._last.get(block)
         return None if at is None else len(self._last) - self._before(at) + 1
@@ -104,8 +104,8 @@ class Recent:
 
 
 def needed(prompts: Iterable[Prompt], block: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(the fewest blocks that a cache must hold for each block of each prompt to be found, most of any int64 where none
-    would do; tokens of each; requests).
+    """Return (the fewest blocks that a cache must hold for each block of each prompt to be found, most of any int64
+    where none would do; tokens of each; requests).
     """
     listed = list(prompts)
     recent = Recent(sum(len(blocks) for _, blocks in listed))
@@ -126,7 +126,7 @@ def hit_rate(places: np.ndarray, tokens: np.ndarray, blocks: float) -> float:
 
 
 def capacities(gpu: str, running: int) -> dict[str, int]:
-    """Tokens that vLLM's cache holds on one GPU, by dtype."""
+    """Return the tokens that vLLM's cache holds on one GPU, by dtype."""
     cards = planner.Cards(memory_bytes=gpu_memory(gpu).nbytes, weights_bytes=WEIGHTS)
     found = {}
     for r in planner.plan(

@@ -1,5 +1,5 @@
-"""What is format and what is tail: KL of every format and of other engines' recipes, simulated, with 0, 128 and 512 raw
-newest tokens, on the same tokens, with the bits held beside it.
+"""Loss of formats apart from that of tails: KL of every format and of other engines' recipes, simulated, with 0, 128
+and 512 raw newest tokens, on the same tokens, with the bits held beside it.
 
     python benchmarks/study_tails.py MODEL --device cuda --length 8192 --windows 2 --out benchmarks/results/tails/M.json
     python benchmarks/study_tails.py MODEL --length 1024 --only klt4,q4_0_rotated --tails 0,128
@@ -55,7 +55,7 @@ from kvbits.spec import LayerGeometry, PerChannel, QuantSpec, Scheme
 OURS = ("int8_centered", "int8", "int4", "kivi4", "kivi2", "klt4", "klt3", "klt2")
 KVARN, OSCAR = "kvarn_k4v2_g128", "oscar_2bit"
 NAMES = (*OURS, *peers.CACHES, KVARN, OSCAR)
-"""What is measured unless told otherwise: presets, then peers."""
+"""Caches to measure unless told otherwise: presets, then peers."""
 TAILS = (128, 0, 512)
 ROWS = 512
 """Queries at a time."""
@@ -68,7 +68,7 @@ GivenBack = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """What a cache makes of tokens.
+    """Format of a cache, and the tokens that stay raw or finer beside it.
 
     Attributes:
         kind: "kvbits" or "simulated", as in results of `kvbits eval`.
@@ -96,7 +96,7 @@ class Format:
         return dataclasses.replace(self, tail=tail, copied=0, copy_bits=(), copies=None)
 
     def held_bits(self, layers: Sequence[LayerGeometry], length: int) -> float:
-        """Bits held of a number of a cache of `length` tokens."""
+        """Return the bits held of a number of a cache of `length` tokens."""
         held = numbers = 0.0
         for i, g in enumerate(layers):
             seen = length if g.sliding_window is None else min(length, g.sliding_window)
@@ -149,7 +149,7 @@ def preset(name: str, model: Any, calibration: Callable[[Scheme], Any]) -> Forma
 
 
 def _alone(spec: QuantSpec) -> bool:
-    """Tell whether what a token is rounded to depends on no other token."""
+    """Return whether what a token is rounded to depends on no other token."""
     return not isinstance(spec.granularity, PerChannel) and spec.center != "channel"
 
 
@@ -213,7 +213,9 @@ def _in_groups(x: torch.Tensor, size: int, how: Callable[[torch.Tensor], torch.T
 
 @dataclasses.dataclass
 class Moments:
-    """What OSCAR's rotations of a layer are made of: float64 [D, D], sums over calibration tokens and kv heads."""
+    """Moments that OSCAR's rotations of a layer are made from: float64 [D, D], sums over calibration tokens and kv
+    heads.
+    """
 
     keys: torch.Tensor | float = 0.0
     values: torch.Tensor | float = 0.0
@@ -272,7 +274,7 @@ class Reading:
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **how: Any
     ) -> tuple[torch.Tensor, None]:
-        """One text: query [1, Hq, T, D], key and value [1, H, T, D] -> [1, T, Hq, D].
+        """Attend to one text: query [1, Hq, T, D], key and value [1, H, T, D] -> [1, T, Hq, D].
 
         Raises:
             UnsupportedError: a soft cap or learned sinks, which this attention does not have.
@@ -302,8 +304,8 @@ class Reading:
         of: Format | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Outputs [Hq, T, Dv] of scaled queries [Hq, T, D] over `far`; a token younger than the limit of an entry of
-        `finer` is read from it, from the first one that says so.
+        """Compute outputs [Hq, T, Dv] of scaled queries [Hq, T, D] over `far`. A token younger than the limit of an
+        entry of `finer` is read from the first such entry.
         """
         heads, length = far[0].shape[:2]
         q = q.unflatten(0, (heads, -1))
@@ -387,7 +389,7 @@ def measured(
 
 
 def tails_of(of: Format, wanted: Sequence[int]) -> dict[int | str, Format]:
-    """Name of a tail -> the format with it; "own" where its own is none of those wanted."""
+    """Return name of a tail -> the format with it; "own" where its own is none of those wanted."""
     found: dict[int | str, Format] = {tail: of.with_tail(tail) for tail in wanted}
     return found | ({"own": of} if of.copied or of.tail not in wanted else {})
 

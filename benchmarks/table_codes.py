@@ -19,7 +19,7 @@ COLUMNS = ("variant", "bits held", "KL", "share of today's", "range over windows
 
 
 def lines(data: dict[str, Any]) -> list[list[str]]:
-    """One for each variant of a file whose plain klt was measured in the same windows."""
+    """Return a line for each variant of a file whose plain klt was measured in the same windows."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for (variant, window), row in run_files.latest(data, ("variant", "window")).items():
         found.setdefault(variant, {})[window] = row

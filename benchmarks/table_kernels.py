@@ -1,5 +1,5 @@
-"""Registers, words kept in local memory and shared memory of decode attention in each core preset, by compute
-capability. Needs NVRTC, no GPU.
+"""Table of the registers, words kept in local memory and shared memory of decode attention in each core preset, by
+compute capability. Needs NVRTC, no GPU.
 
 python benchmarks/table_kernels.py [--archs 80,86,89,90,120] [PRESET ..]
 """

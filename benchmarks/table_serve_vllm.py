@@ -36,7 +36,7 @@ SPEED = (
     "load",
     "options",
 )
-"""What a row is of; the newest run's counts."""
+"""Fields that tell rows apart; the newest run's row counts."""
 FIRST, EACH = ("ttft_ms", "first token, ms"), ("tpot_ms", "per token, ms")
 COLUMNS = {
     "decode": (("step_ms", "step, ms"), ("tokens_per_s", "tokens/s"), ("capacity_tokens", "capacity, tokens")),

@@ -21,7 +21,7 @@ from kvbits.runs import dated
 
 
 def rows_of(m: Model, other: Model | None, schemes: list[str]) -> list[list[str]]:
-    """A row for each length of a model's conversations."""
+    """Return a row for each length of a model's conversations."""
     base, *_ = m.tasks["tools"].values()
     beside = next(iter(other.tasks["tools"].values())) if other else None
     found = []
@@ -53,7 +53,7 @@ def rows_of(m: Model, other: Model | None, schemes: list[str]) -> list[list[str]
 
 
 def tools_table(folder: Path) -> str:
-    """The table of a folder of results, and when they were measured."""
+    """Write the table of a folder of results, and when they were measured."""
     by_name: dict[str, list[Model]] = {}
     for m in collect(folder).models.values():
         if "tools" in m.tasks:

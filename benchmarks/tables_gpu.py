@@ -53,8 +53,8 @@ ARTICLE = {
     "INT8": ("kvbits_int8_centered", 64, 5721, 102),
     "INT4": ("kvbits_klt4", 96, 6892, 95),
 }
-"""Of an article on caches of 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), by its names:
-the dtype here; largest batch, tokens/s, P99 of the latency in ms.
+"""Figures of an article on caches of 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), by its
+names: the dtype here; largest batch, tokens/s, P99 of the latency in ms.
 """
 Row = dict[str, Any]
 
@@ -84,20 +84,20 @@ def on_each_card(block: Callable[[Path], str], name: str) -> Callable[[], str]:
 
 
 def measured(data: Row, rows: Iterable[Row], command: str) -> str:
-    """The line below a table."""
+    """Write the line below a table."""
     made = {r["run"]: data["runs"][r["run"]] for r in rows}
     return f"`{command}`; {runs.dated(made.values())}."
 
 
 def short(shape: str) -> str:
-    """ "B=8 H=32/8 T=32768 D=128" as "8 x 32,768, 32"."""
+    """Write "B=8 H=32/8 T=32768 D=128" as "8 x 32,768, 32"."""
     batch, heads, tokens = (int(n) for n in re.findall(r"[BHT]=(\d+)", shape))
     return f"{batch} x {tokens:,}, {heads}"
 
 
 def decode(folder: Path) -> str:
-    """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time; presets that README
-    does not name where they are of the newest commit.
+    """Write the table of whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time;
+    presets that README does not name where they are of the newest commit.
     """
     data = run_files.joined(sorted(folder.glob("attend_decode*.json")))
     newest = run_files.latest(
@@ -139,7 +139,7 @@ def generated(folder: Path) -> tuple[Row, dict[tuple[int, int], dict[tuple[str, 
 
 
 def generate(folder: Path) -> str:
-    """Milliseconds a token, tokens a second of the prompt, memory."""
+    """Write the table of milliseconds a token, tokens a second of the prompt, memory."""
     data, found = generated(folder)
     header = ["", *(f"{batch} x {context:,}" for batch, context in found)]
     lines = []
@@ -175,7 +175,9 @@ def generate(folder: Path) -> str:
 
 
 def prompts(folder: Path) -> str:
-    """Prompts alone: the second and third of a process, and its first; then generate() as users call it."""
+    """Write the table of prompts alone: the second and third of a process, and its first; then generate() as users call
+    it.
+    """
     data = run_files.read(folder / "generate.json")
     lines, used = [], []
     for at in dict.fromkeys(
@@ -215,8 +217,8 @@ def serving_sglang(folder: Path) -> str:
 
 
 def against_bf16(data: Row) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """Rows of one GPU by (mode, compiled, shape) and dtype, each with the `base` in bf16 of its own session: the newest
-    that has both, of prompts that were prefilled or of pages that were filled with random bytes.
+    """Return the rows of one GPU by (mode, compiled, shape) and dtype, each with the `base` in bf16 of its own session:
+    the newest that has both, of prompts that were prefilled or of pages that were filled with random bytes.
     """
     plain = [
         r
@@ -248,8 +250,8 @@ def against_bf16(data: Row) -> dict[tuple[Any, ...], dict[str, Row]]:
 
 
 def served(path: Path, command: str) -> str:
-    """Through an engine: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is
-    of, the newest that has both.
+    """Write the table of steps through an engine, largest batches, capacity, first tokens; ratios to bf16 of the
+    session that a row is of, the newest that has both.
     """
     data = run_files.read(path)
     found = against_bf16(data)
@@ -318,8 +320,8 @@ def served(path: Path, command: str) -> str:
 
 
 def drafts(folder: Path) -> str:
-    """Share of drafts that each dtype accepts, tokens a step, and tokens a second with and without drafts: those of the
-    newest session that has bf16.
+    """Write the table of the share of drafts that each dtype accepts, tokens a step, and tokens a second with and
+    without drafts: those of the newest session that has bf16.
     """
     data = run_files.read(folder / "serve_vllm.json")
     rows = sitting(
@@ -351,8 +353,8 @@ def drafts(folder: Path) -> str:
 
 
 def loaded(mode: str) -> tuple[Row, list[Row]]:
-    """Rows of one load on one machine: of the newest sitting that sent it to bf16 and to another dtype; none if none
-    did.
+    """Return the rows of one load on one machine: of the newest sitting that sent it to bf16 and to another dtype; none
+    if none did.
     """
     found: tuple[str, Row, list[Row]] = "", {}, []
     for path in sorted(RESULTS.glob("nvidia-*/serve_vllm.json")):
@@ -369,21 +371,21 @@ def loaded(mode: str) -> tuple[Row, list[Row]]:
 
 
 def columns(rows: list[Row]) -> list[str]:
-    """Their dtypes, in the order of the documents."""
+    """Return the rows' dtypes, in the order of the documents."""
     return sorted(
         {r["kv_cache_dtype"] for r in rows}, key=lambda d: (SERVED.index(d) if d in SERVED else len(SERVED), d)
     )
 
 
 def of_machine(data: Row, rows: list[Row]) -> str:
-    """What ran on what."""
+    """Name the GPUs and the model of these rows."""
     run = data["runs"][rows[0]["run"]]
     return f"{rows[0]['gpus']} x {run['gpu']['name']}, {rows[0]['geometry']}, random weights"
 
 
 def goodput() -> str:
-    """Rates of requests within limits: the 99th percentiles by rate, the highest rate that held, and an article's table
-    beside it.
+    """Write the tables of rates of requests within limits: the 99th percentiles by rate, the highest rate that held,
+    and an article's table beside it.
     """
     data, rows = loaded("goodput")
     if not rows:
@@ -438,7 +440,7 @@ def beside_article(rows: list[Row]) -> str:
 
 
 def turns() -> str:
-    """Long chats with prefix caching, by number of users."""
+    """Write the table of long chats with prefix caching, by number of users."""
     data, rows = loaded("turns")
     if not rows:
         return "Not measured."
@@ -463,7 +465,9 @@ def turns() -> str:
 
 
 def host_memory() -> str:
-    """Long chats in SGLang on a CPU by format: the newest load, with pages in host memory and without."""
+    """Write the table of long chats in SGLang on a CPU by format: the newest load, with pages in host memory and
+    without.
+    """
     data = run_files.read(RESULTS / "cpu" / "serve_sglang.json")
     newest = data["rows"][-1]
     rows = [r for r in data["rows"] if (r["users"], r["load"]) == (newest["users"], newest["load"])]
@@ -480,13 +484,6 @@ def host_memory() -> str:
         f" {newest['capacity_tokens']:,} tokens. A {newest['geometry']} model with random weights, on a CPU."
     )
     return f"{head}\n\n{said}\n\n{measured(data, rows, 'python benchmarks/bench_serve_sglang.py --users 64')}"
-
-
-def profile(folder: Path) -> str:
-    """Where the microseconds of vLLM's steps go, at each shape."""
-    data = run_files.read(folder / "profile_vllm.json")
-    rows = sitting(data, data["rows"], lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
-    return "\n\n".join([*profiles(rows), measured(data, rows, "python benchmarks/all_gpu.py --only 'serve-*-profile'")])
 
 
 def profiles(rows: list[Row]) -> list[str]:
@@ -532,7 +529,7 @@ def close(folder: Path) -> str:
 
 
 def chunks(folder: Path) -> str:
-    """Chunks of queries over history, microseconds."""
+    """Write the table of chunks of queries over history, microseconds."""
     data = run_files.read(folder / "attend_prefill.json")
     rows = sitting(data, data["rows"], lambda some: len({r["scheme"] for r in some}) > 2)
     shapes = list(dict.fromkeys((r["batch"], r["chunk"], r["tokens"]) for r in rows))
@@ -554,7 +551,7 @@ def chunks(folder: Path) -> str:
 
 
 def small(folder: Path) -> str:
-    """A sentence: where 16 bits are as fast."""
+    """Write a sentence about the sizes at which 16 bits are as fast."""
     data = run_files.read(folder / "attend_small.json")
     rows = sitting(data, data["rows"], lambda some: len(some) > 20)
     few = [r["time_16_bit_us"] / r["time_us"] for r in rows if r["tokens"] <= 256 or r["bytes_16_bit"] <= 8 << 20]
@@ -572,7 +569,7 @@ def small(folder: Path) -> str:
 
 
 def store(folder: Path) -> str:
-    """Seconds to the first token of a stored prompt, 8B geometry."""
+    """Write the table of the seconds to the first token of a stored prompt, 8B geometry."""
     data = run_files.read(folder / "store.json")
     rows = [
         r
@@ -607,7 +604,7 @@ def store(folder: Path) -> str:
 
 
 def accuracy(folder: Path) -> str:
-    """KL through the kernels of a GPU: windows in chunks of 16, and tokens decoded one by one."""
+    """Write the table of KL through the kernels of a GPU: windows in chunks of 16, and tokens decoded one by one."""
     lines: list[list[str]] = []
     made: Row = {}
     for model in sorted((folder / "eval").iterdir()):
@@ -629,7 +626,7 @@ def accuracy(folder: Path) -> str:
 
 
 def beside_fp8(folder: Path) -> str:
-    """vLLM's own caches and ours: bytes, tokens, speed, and accuracy where a GPU measured it."""
+    """Write the table of vLLM's own caches and ours: bytes, tokens, speed, and accuracy where a GPU measured it."""
     data, judged = run_files.read(folder / "serve_vllm.json"), run_files.read(folder / "accuracy_vllm.json")
     found = against_bf16(data)
     step, largest = found["decode", False, 48, 8192], found["decode", False, "largest"]
@@ -651,7 +648,9 @@ def beside_fp8(folder: Path) -> str:
 
 
 def prefix_hits() -> str:
-    """Share of prompts found again, simulated: what GPUs hold in each dtype, and the curve of every capacity."""
+    """Write the tables of the share of prompts found again, simulated: what GPUs hold in each dtype, and the curve of
+    every capacity.
+    """
     lines: list[list[str]] = []
     curve: dict[str, dict[int, float]] = {}
     made: Row = {}
@@ -697,7 +696,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
             (store, "store.json"),
             (accuracy, "eval"),
             (beside_fp8, "accuracy_vllm.json"),
-            (profile, "profile_vllm.json"),
         )
     },
     **{block.__name__: block for block in (prefix_hits, goodput, turns, host_memory)},
@@ -705,7 +703,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """A document with its blocks as the results have them."""
+    """Return a document with its blocks as the results have them."""
 
     def block(found: re.Match[str]) -> str:
         return f"<!-- gpu:{found[1]} -->\n{BLOCKS[found[1]]()}\n<!-- /gpu:{found[1]} -->"

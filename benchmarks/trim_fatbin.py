@@ -1,5 +1,5 @@
-"""What of a CUDA library's machine code runs on sm_90: other architectures' entries are zeroed, and of FlashAttention-3
-all but bf16 heads of 64 and 128.
+"""Tool that cuts a CUDA library's machine code down to sm_90: it zeroes other architectures' entries, and all of
+FlashAttention-3 but bf16 heads of 64 and 128.
 
 usage: trim_fatbin.py FROM TO (needs zstandard). Zeroed entries stay where they were and are loaded only when a kernel
 of theirs is launched.

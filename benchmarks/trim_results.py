@@ -39,14 +39,14 @@ NEEDED = {
     "gsm8k": "chosen",
     "mmlu": "chosen",
 }
-"""What a run that continues would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to
-continue it.
+"""Fields that a run that continues would need of each item. A file without them has a field `trimmed`, and `kvbits
+eval` refuses to continue it.
 """
 DIGITS = 6
 
 
 def rounded(value: Any) -> Any:
-    """JSON data with every float to DIGITS significant digits."""
+    """Return JSON data with every float to DIGITS significant digits."""
     if isinstance(value, dict):
         return {k: rounded(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -55,7 +55,7 @@ def rounded(value: Any) -> Any:
 
 
 def trimmed(data: dict[str, Any], summaries: bool = False) -> dict[str, Any]:
-    """One result file's data without what no report reads."""
+    """Return one result file's data without what no report reads."""
     if summaries:
         parts = {
             name: {k: v for k, v in one.items() if k != "octaves"}

@@ -1,4 +1,5 @@
-"""Draws docs/results/figures/kl_over_bits.svg from benchmarks/results: `python docs/make_picture.py`. A test compares.
+"""Picture docs/results/figures/kl_over_bits.svg, drawn from benchmarks/results: `python docs/make_picture.py`. A test
+compares.
 
 KL over bits held at 8,192 tokens on one model, with equal tails (benchmarks/study_tails.py): the formats of kvbits as a
 line, other caches as grey points.
@@ -28,9 +29,9 @@ PICTURE = "docs/results/figures/kl_over_bits.svg"
 LINE = ("int8_centered", "klt4", "klt3", "klt2")
 """Formats that the line joins; other presets are points of other people's recipes."""
 LEFT, TOP, WIDTH, HEIGHT, BELOW = 66, 58, 510, 340, 74
-"""Of the plot: its place in the picture, its size, and what is under it, pixels."""
+"""Place of the plot in the picture, its size, and the height under it, pixels."""
 SIZE, RADIUS, GAP = 14, 4, 7
-"""Of a label's letters, of a point, between both; pixels."""
+"""Size of a label's letters, radius of a point, and gap between both, pixels."""
 ABOVE, UNDER = 1.0, 0.5
 """Decades between the frame and the highest and the lowest point."""
 ADVANCE = 0.56
@@ -60,7 +61,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn: the points, and lines of words about where they come from."""
+    """Content of the picture: the points, and lines of words about where they come from."""
 
     points: tuple[Point, ...]
     source: tuple[str, ...]
@@ -152,7 +153,7 @@ Place = tuple[float, float]
 
 
 def _labels(placed: dict[Point, Place], line: Sequence[Place]) -> dict[Point, Place]:
-    """Place each name beside its point where it covers no point, no other name and no piece of the line; the names of
+    """Put each name beside its point where it covers no point, no other name and no piece of the line; the names of
     the line go first. A name that fits nowhere takes the place where it covers least.
     """
     taken = [(a - RADIUS, b - RADIUS, a + RADIUS, b + RADIUS) for a, b in placed.values()]
@@ -184,7 +185,7 @@ def _box(at: Place, wide: float) -> Box:
 
 
 def _covered(box: Box, taken: Iterable[Box]) -> float:
-    """Area that a box shares with others, and lies outside of the plot, pixels."""
+    """Compute the area that a box shares with others, or has outside of the plot, pixels."""
     inside = _shared(box, (LEFT, TOP, LEFT + WIDTH, TOP + HEIGHT))
     outside = (box[2] - box[0]) * (box[3] - box[1]) - inside
     return outside + sum(_shared(box, other) for other in taken)

@@ -110,7 +110,7 @@ def frames(cast: str) -> tuple[dict[str, Any], list[Frame]]:
 
 
 def svg(cast: str) -> str:
-    """Draw a recording as an SVG that plays in a loop. Who asks for less motion sees the end."""
+    """Draw a recording as an SVG that plays in a loop. A reader who asks for less motion sees the end."""
     header, played = frames(cast)
     lines = sum(len(f.lines) for f in played)
     wide, rows = header["width"] * CELL + 2 * EDGE, min(lines, ROWS)

@@ -1,5 +1,5 @@
-"""Writes docs/reference/api.md and cli.md from docstrings and commands: `python docs/make_reference.py`. A test holds
-them equal.
+"""Writer of docs/reference/api.md and cli.md from docstrings and commands: `python docs/make_reference.py`. A test
+holds them equal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ CLASSES = ("KVCache", "PagedCache", "PrefixStore", "Calibration", "Scheme", "Qua
 
 
 def first(doc: str | None) -> str:
-    """The first paragraph of a docstring, on one line."""
-    return re.sub(r"\s+", " ", inspect.cleandoc(doc or "").split("\n\n")[0]).replace("|", "\\|")
+    """Return the first sentence of a docstring, on one line."""
+    paragraph = re.sub(r"\s+", " ", inspect.cleandoc(doc or "").split("\n\n")[0])
+    return re.split(r"(?<=\.) (?=[A-Z`0])", paragraph, maxsplit=1)[0].replace("|", "\\|")
 
 
 def methods(cls: type) -> list[tuple[str, str]]:
-    """(name with parameters, first paragraph) of what a class itself makes public and documents."""
+    """Return (name with parameters, first sentence) of what a class itself makes public and documents."""
     found = []
     for name, member in vars(cls).items():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
@@ -48,8 +49,8 @@ def api() -> str:
         "# Python",
         "",
         (
-            "Names of `kvbits`, with the first paragraph of what `help()` says. Shapes, units and errors are in the"
-            " docstrings."
+            "Names of `kvbits`, with the first sentence of their docstrings. `help()` prints the rest: shapes, units,"
+            " errors and limits."
         ),
         "",
         table(
@@ -80,7 +81,7 @@ def cli() -> str:
     lines = [
         "# Command line",
         "",
-        "`kvbits COMMAND --help` says what each option means.",
+        "`kvbits COMMAND --help` explains each option.",
         "",
         table(
             ["command", "what it does", "takes"],

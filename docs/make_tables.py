@@ -1,4 +1,4 @@
-"""Writes the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from
+"""Writer of the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from
 benchmarks/results: `python docs/make_tables.py`. A test compares.
 
 README has `numbers` and `preset_table`, docs/guide/transformers.md `milliseconds_table`, docs/guide/choose.md
@@ -54,7 +54,7 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "results" / "figures" / "kl_over_bits.svg"
 """Picture that README and the report open with (`docs/make_picture.py`)."""
 FIGURES = "src/kvbits/report/assets/measured.json"
-"""What the package knows of what was measured."""
+"""File of the measured figures that the package contains."""
 SHORT_SEQUENCES = "short-sequences"
 """Name of the place for `short_table`."""
 SCHEMES, TABLE, MILLISECONDS, LENGTHS, NUMBERS = (
@@ -96,9 +96,9 @@ TOKEN_SHAPES = ((1, 32768), (32, 8192))
 
 
 def milliseconds_table(benchmarks: Path) -> str:
-    """Milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its markers: of
-    one sitting, where one timed the stock cache and a preset in a graph, else the newest of each. A column of `TOKENS`
-    that nobody timed is left out.
+    """Write the milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its
+    markers: of one sitting, where one timed the stock cache and a preset in a graph, else the newest of each. A column
+    of `TOKENS` that nobody timed is left out.
     """
     rows: list[tuple[str, list[dict[str, Any] | None]]] = []
     made: list[dict[str, Any]] = []
@@ -188,14 +188,14 @@ def preset_table(benchmarks: Path) -> str:
         )
     if between:
         notes.append(
-            "With a matrix product before each launch, as in a model, the worst shape runs at"
+            "In a model, matrix products run between launches. The worst shape then runs at"
             f" {_listed([f'{x:.2f} (`{name}`)' for name, x in between.items()])} times that kernel's speed."
         )
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
         notes.append(
-            f"On one thread of a CPU{cpu.instructions}, {_listed([f'`{n}`' for n in TAKEN if n in cpu.cells])} generate"
-            f" {min(ratios):.2f} to {max(ratios):.2f} times as many tokens a second as Transformers' own cache"
-            f" ({cpu.where})."
+            f"On a CPU{cpu.instructions}, {_listed([f'`{n}`' for n in TAKEN if n in cpu.cells])} generate"
+            f" at {min(ratios):.2f} to {max(ratios):.2f} times the speed of Transformers' own cache"
+            f" (one thread, {cpu.where})."
         )
         made += [run for name in TAKEN for run in cpu.runs.get(name, [])]
     notes.append(f"Runs: {dated(made)}.")
@@ -204,7 +204,7 @@ def preset_table(benchmarks: Path) -> str:
 
 
 def _judged(found: dict[str, dict[str, tuple[Model, Cell]]]) -> str:
-    """Say how many models each preset's KL was measured on, and in which dtypes.
+    """Describe how many models each preset's KL was measured on, and in which dtypes.
 
     Args:
         found: preset -> what `_by_model` found.
@@ -226,8 +226,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _models_in(benchmarks: Path, *names: str) -> list[Model]:
-    """Models of the folders of these names beside the results, each in every dtype, the one of least rounding noise
-    first.
+    """Read the models of the folders of these names beside the results, each in every dtype, the one of least rounding
+    noise first.
     """
     folders = [benchmarks / name for name in names if any((benchmarks / name).glob("*/*/*.json"))]
     found = [m for folder in folders for m in collect(folder).models.values() if "fidelity" in m.tasks]
@@ -235,7 +235,7 @@ def _models_in(benchmarks: Path, *names: str) -> list[Model]:
 
 
 def _finest(models: Iterable[Model]) -> list[Model]:
-    """Of several models of a name the first, which `_models_in` makes the one of least rounding noise."""
+    """Choose the first of several models of a name, which `_models_in` makes the one of least rounding noise."""
     found: dict[str, Model] = {}
     for m in models:
         found.setdefault(m.name, m)
@@ -289,7 +289,7 @@ _ISA = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "amx": "AMX", "gene
 
 
 def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
-    """The newest run of bench_generate_cpu.py that timed several dtypes in turn, its first model and shortest
+    """Read the newest run of bench_generate_cpu.py that timed several dtypes in turn, its first model and shortest
     context.
     """
     files = [read(path) for path in sorted(benchmarks.glob("cpu*/generate*.json"))]
@@ -321,7 +321,7 @@ def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
 
 
 def short_table() -> str:
-    """Tokens up to which a preset of few bits takes more bytes than 8 bits, between its markers: arithmetic."""
+    """Write the number of tokens up to which a preset of few bits takes more bytes than 8 bits, between its markers."""
     names = ("int4", "kivi4", "klt4", "klt3", "klt2")
     layers = planner.uniform(1, 8, HEAD_DIM)
     kinds: dict[str, dict[str, Any]] = {
@@ -339,9 +339,8 @@ def short_table() -> str:
 
 
 def scheme_table(results: Results) -> str:
-    """Every cache on every model, those of the literature in a table of their own, and the models that a cache is unfit
-    for; between its markers. It recommends nothing: README does, by
-    figures at the length that is used.
+    """Write the tables of every cache on every model, those of the literature apart, and the models that a cache is
+    unfit for; between its markers. The tables recommend nothing: README does, by figures at the length that is used.
     """
     columns, rows, notes = scheme_rows(results)
     chosen = recommendations(results)
@@ -368,8 +367,8 @@ def scheme_table(results: Results) -> str:
 
 
 def length_table(benchmarks: Path) -> str:
-    """What chunks and lengths leave of the raw tokens that are read; then KL as decoding reads, by length, with the
-    worst token and what was read raw beside each mean; between its markers.
+    """Write the tables of lengths, between their markers: what chunks and lengths leave of the raw tokens that are
+    read; then KL as decoding reads, by length, with the worst token and what was read raw beside each mean.
 
     Args:
         benchmarks: the folder benchmarks/results, with folders `SHORT`, `LONG` and `LONGEST`; what is not there has no
@@ -400,12 +399,12 @@ def length_table(benchmarks: Path) -> str:
 
 
 def _named(scheme: str, kind: str) -> str:
-    """A cache's name in a table: in italics where it is simulated."""
+    """Name a cache in a table: in italics where it is simulated."""
     return f"*{scheme}*" if kind == "simulated" else f"`{scheme}`"
 
 
 def _read_raw() -> str:
-    """How much of what a window reads is raw, by its length and the tokens of a pass."""
+    """Write the table of the raw share of what a window reads, by its length and the tokens of a pass."""
     passes = {"one by one": 1, f"chunks of {DECODING_CHUNK}": DECODING_CHUNK, "chunks of 128": 128}
     columns = ["windows of", *(f"{length:,}, {how}" for length in (1024, HELD_AT) for how in passes)]
     rows = []
@@ -445,8 +444,8 @@ def tails(benchmarks: Path) -> dict[tuple[str, int], dict[tuple[str, int | str],
 
 
 def tails_table(benchmarks: Path) -> str:
-    """A table for each model, between markers: KL of every format and peer with `EQUAL_TAIL` raw newest tokens, bits
-    held beside it, in the units of llama.cpp's perplexity tool, too; then bits and KL with other tails.
+    """Write a table for each model, between markers: KL of every format and peer with `EQUAL_TAIL` raw newest tokens,
+    bits held beside it, in the units of llama.cpp's perplexity tool, too; then bits and KL with other tails.
     """
     parts, made = [], []
     text: dict[str, None] = {}
@@ -506,7 +505,7 @@ def _pages(benchmarks: Path) -> list[Path]:
 
 
 def _called(model: str) -> str:
-    """A model's name in a table: what `embedded` is."""
+    """Name a model in a table: what `embedded` is."""
     return "smollm2-135m-instruct, embedded" if model == "embedded" else model
 
 
@@ -542,8 +541,9 @@ def _replayed(benchmarks: Path) -> list[tuple[str, Cell, float]]:
 
 
 def points_tables(benchmarks: Path) -> tuple[str, ...]:
-    """What is lost beside the 16-bit cache at length, between markers: KL by octave of a chain, beside other engines'
-    formats, token by token, by text; calls of functions; answers in points of 100; and what was not measured.
+    """Write the tables of what is lost beside the 16-bit cache at length, between markers: KL by octave of a chain,
+    beside other engines' formats, token by token, by text; calls of functions; answers in points of 100; and what was
+    not measured.
     """
     made: list[dict[str, Any]] = []
     every: list[tuple[str, Model, Cell]] = []
@@ -663,7 +663,7 @@ def _between(name: str, part: str) -> str:
 
 
 def put_into(text: str, part: str) -> str:
-    """`text` with what stands between the markers of `part` replaced by it.
+    """Replace what stands in `text` between the markers of `part` by it.
 
     Raises:
         SpecError: no markers.
@@ -675,14 +675,14 @@ def put_into(text: str, part: str) -> str:
 
 
 def decoded(results: Results) -> list[Model]:
-    """Models whose tokens were timed one by one on a CPU, the caches taking turns."""
+    """Return the models whose tokens were timed one by one on a CPU, the caches taking turns."""
     timed = [m for m in results.models.values() if "decode" in m.tasks]
     return [m for m in timed if all("NVIDIA" not in str(c.run.get("device")) for c in m.tasks["decode"].values())]
 
 
 def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The group of bars (see `kernel_groups`) of the README's column for CPUs: the same run over the same baseline.
-    What was timed in an earlier format is left out.
+    """Return the group of bars (see `kernel_groups`) of the README's column for CPUs: the same run over the same
+    baseline. What was timed in an earlier format is left out.
     """
     found = _cpu_benchmark(benchmarks)
     if found is None:
@@ -703,8 +703,8 @@ def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any
 
 
 def page_results(benchmarks: Path) -> Results:
-    """What the page of the committed results shows: the README's windows of 1,024 tokens in float32, whose rounding
-    hides nothing, and what layers alone lose.
+    """Choose the accuracy that the page of the committed results shows: the README's windows of 1,024 tokens in
+    float32, whose rounding hides nothing, and what layers alone lose.
 
     Models that were measured in 16 bits only are in the README's table, not on the page.
     """
@@ -722,7 +722,7 @@ def page_results(benchmarks: Path) -> Results:
 
 
 def beside(results: Results, benchmarks: Path) -> Beside:
-    """What the page of the committed results shows of benchmarks.
+    """Collect the benchmarks that the page of the committed results shows.
 
     Args:
         results: of `page_results`.
@@ -774,7 +774,7 @@ def calculator_figures(benchmarks: Path) -> str:
 
 
 def write(root: Path, benchmarks: Path) -> list[Path]:
-    """Every generated part below `root`, and the files that have one."""
+    """Write every generated part below `root`, and return the files that have one."""
     results = collect(benchmarks / "eval")
     parts = {
         "README.md": (numbers(benchmarks), preset_table(benchmarks)),

@@ -1,4 +1,4 @@
-"""Generate from a packed cache: build it for a model and a scheme, pass it to generate, read what it holds.
+"""Example of a packed cache: it is built for a model and a scheme, passed to generate, and asked what it holds.
 
 python examples/generate.py [MODEL] [SCHEME]
 """

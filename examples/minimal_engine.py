@@ -65,8 +65,8 @@ class Engine:
             self.reader.bind(i, [pages])
 
     def slots(self, name, start, end):
-        """Where tokens `start` .. `end` of a sequence are stored, and the page before each one's or -1. Takes the pages
-        that they need.
+        """Return where tokens `start` .. `end` of a sequence are stored, and the page before each one's or -1. Take the
+        pages that they need.
         """
         table = self.tables[name]
         while len(table) * PAGE < end:
@@ -77,7 +77,7 @@ class Engine:
 
     @torch.no_grad()
     def forward(self, tokens, positions, slots, attend):
-        """Logits [N, vocabulary] of N tokens; attend(layer, q, k, v) gives [N, Hq, D]."""
+        """Compute the logits [N, vocabulary] of N tokens; attend(layer, q, k, v) returns [N, Hq, D]."""
         core, device = self.model.model, self.table.device
         tokens, positions, slots, previous = (
             torch.tensor(x, device=device) for x in (tokens, positions, *zip(*slots, strict=True))
@@ -97,7 +97,7 @@ class Engine:
         return self.model.lm_head(core.norm(x))
 
     def add(self, name, prompt):
-        """A prompt in one chunk, which attends to itself in the model's precision; its first token is chosen."""
+        """Add a prompt in one chunk, which attends to itself in the model's precision, and choose its first token."""
         self.tables[name], self.tokens[name] = [], list(prompt)
 
         def dense(layer, q, k, v):
@@ -108,7 +108,7 @@ class Engine:
         self.tokens[name].append(int(logits[-1].argmax()))
 
     def step(self):
-        """One more token of every sequence."""
+        """Generate one more token of every sequence."""
         names = list(self.tables)
         lengths = [len(self.tokens[n]) for n in names]
         slots = [self.slots(n, length - 1, length)[0] for n, length in zip(names, lengths, strict=True)]

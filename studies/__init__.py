@@ -1,4 +1,4 @@
-"""What source documents print, repeated and recomputed.
+"""Figures of source documents, repeated and recomputed.
 
 From a checkout, not part of the wheel; a study uses the library, and the library uses no study.
 

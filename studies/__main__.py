@@ -31,7 +31,7 @@ STAGES = {"quantize": "quantize", "dequantize": "dequantize", "with_scales": "sc
 
 @dataclass(frozen=True, kw_only=True)
 class Paper(OnThreads):
-    """What is measured or shown."""
+    """Options of the INT8 paper's study."""
 
     cases: tuple[str, ...] = setting(
         ("all",),

@@ -1,4 +1,4 @@
-"""What the documents this library follows print about memory, recomputed with the planner's own arithmetic, and where
+"""Memory figures of the documents that this library follows, recomputed with the planner's own arithmetic, and where
 they differ. No torch.
 """
 
@@ -45,14 +45,14 @@ _TIERED = "tiered cache article, 7B at 32k"
 
 
 def _dense_bytes(layers: int, heads: int, context: int, batch: int, element_bytes: int) -> int:
-    """Bytes of a dense cache with head_dim 128, from the same code that plans one."""
+    """Return the bytes of a dense cache with head_dim 128, from the same code that plans one."""
     return CacheSpec(scheme=presets.get("raw"), layers=uniform(layers, heads, 128)).raw_nbytes(
         context, batch, element_bytes
     )
 
 
 def source_figures() -> tuple[SourceFigure, ...]:
-    """Every memory figure the source documents print, with what their own formula gives."""
+    """Return every memory figure that the source documents print, with what their own formula gives."""
     return (*_paper_figures(), *_article_figures(), *_kvquant_figures(), *_tiered_figures())
 
 

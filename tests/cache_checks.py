@@ -169,7 +169,7 @@ def check_books(cache: PagedCache) -> None:
 
 
 def poison_free_pages(cache: PagedCache) -> None:
-    """What nobody holds may hold anything."""
+    """Fill the pages that nobody holds: they may hold anything."""
     for g in cache.groups:
         for pool in g.pools.values():
             for page_id in pool.allocator._free:

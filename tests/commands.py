@@ -17,7 +17,7 @@ def run(command, code=0, **how):
 
 
 def text_of(command):
-    """What a command prints, on one line."""
+    """Return what a command prints, on one line."""
     return " ".join(run(command).stdout.split())
 
 

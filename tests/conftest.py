@@ -43,7 +43,7 @@ def seeded():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What kernels keep in local memory, beside what their tests state."""
+    """Print what kernels keep in local memory, beside what their tests state."""
     reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
     rows = sorted(
         {

@@ -1,4 +1,4 @@
-"""What a paged cache must hold, kept densely: the judge of the cache tests.
+"""Dense model of what a paged cache must hold: the judge of the cache tests.
 
 A sequence of a layer is sink tokens (raw), closed pages (quantized from the raw tokens they closed over, in the format
 of the tier they closed into, and again from there when they leave it; beside them copies in finer formats, read while a
@@ -32,7 +32,7 @@ class ClosedPage:
 
     @property
     def read(self) -> ClosedPage:
-        """What attention reads."""
+        """Page or copy that attention reads."""
         return next((copy for copy in self.copies if copy is not None), self)
 
 

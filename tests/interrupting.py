@@ -34,7 +34,7 @@ class Counter:
         return self
 
     def run(self, work: Callable[[], Any]) -> bool:
-        """Whether the work came to its end."""
+        """Run the work. Return whether it came to its end."""
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -53,7 +53,7 @@ def points(total: int, most: int) -> list[int]:
 
 
 def interrupted(make: Callable[[], Any], work: Callable[[Any], Any], most: int) -> Iterator[tuple[int, Any]]:
-    """What `make` makes, each time after `work` on it was interrupted at another place."""
+    """Yield what `make` makes, each time after `work` on it was interrupted at another place."""
     work(make())  # what is chosen or compiled once
     counter = Counter()
     assert counter.run(lambda: work(subject)) if (subject := make()) is not None else False

@@ -1,4 +1,4 @@
-"""Which cases hypothesis draws: the same ones on every machine and in every order, or with KVBITS_HYPOTHESIS=thorough
+"""Cases that hypothesis draws: the same ones on every machine and in every order, or with KVBITS_HYPOTHESIS=thorough
 many others.
 
 `derandomize` fixes the stream of random numbers, but hypothesis draws one number in twenty from the constants of

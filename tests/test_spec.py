@@ -304,7 +304,7 @@ def test_refusals_name_the_value_the_limit_and_the_way_out(make, parts):
     ],
 )
 def test_sizes_are_whole_numbers_within_limits(field, bad):
-    """What is no size would be stored, or counted through, before anybody notices."""
+    """An invalid size would be stored, or counted through, before anybody notices."""
     with pytest.raises(SpecError, match=re.escape(f"{field}={bad!r} must be a whole number from ")):
         if field in ("num_kv_heads", "head_dim", "sliding_window"):
             LayerGeometry(**{"num_kv_heads": 2, "head_dim": 64} | {field: bad})

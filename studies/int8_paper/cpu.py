@@ -45,14 +45,15 @@ def _open() -> ctypes.CDLL:
 
 
 def unavailable() -> str | None:
-    """Why there are no CPU kernels here, or None."""
+    """Return why there are no CPU kernels here, or None."""
     if not PATH.is_file():
         return f"{PATH} was not built; run cmake -S studies -B build/studies && cmake --build build/studies"
     return cpu_library.unavailable()
 
 
 def library() -> ctypes.CDLL:
-    """The studies' library (csrc/matrix.h), in the instruction set and on the threads that the CPU library uses now.
+    """Load the studies' library (csrc/matrix.h), in the instruction set and on the threads that the CPU library uses
+    now.
 
     Raises:
         UnsupportedError: there is none here.
@@ -66,7 +67,7 @@ def library() -> ctypes.CDLL:
 
 
 def refuses(x: torch.Tensor) -> str | None:
-    """Why x cannot be processed here, or None."""
+    """Return why x is not processed here, or None."""
     return unavailable() if x.device.type == "cpu" else f"the matrix is on {x.device}, not on the CPU"
 
 
@@ -88,7 +89,7 @@ def _kernel(name: str) -> int:
 
 
 def compute_scales(x: torch.Tensor, *, kernel: str = "fast") -> torch.Tensor:
-    """float32 [columns]: the scale of each column of x, float32 [rows, columns]."""
+    """Compute the scale of each column of x, float32 [rows, columns]: float32 [columns]."""
     x = _checked("x", x, torch.float32)
     scales = torch.empty(x.shape[1])
     check(
@@ -102,7 +103,7 @@ def compute_scales(x: torch.Tensor, *, kernel: str = "fast") -> torch.Tensor:
 def quantize(
     x: torch.Tensor, scales: torch.Tensor, *, kernel: str = "fast", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """int8 [rows, columns] of x, float32 [rows, columns], with scales float32 [columns]."""
+    """Quantize x, float32 [rows, columns], with scales float32 [columns]: int8 [rows, columns]."""
     x = _checked("x", x, torch.float32)
     scales = _checked("scales", scales, torch.float32, (x.shape[1],))
     out = _output("out", out, torch.int8, tuple(x.shape))
@@ -117,7 +118,7 @@ def quantize(
 def dequantize(
     q: torch.Tensor, scales: torch.Tensor, *, kernel: str = "fast", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """float32 [rows, columns] of q, int8 [rows, columns]."""
+    """Dequantize q, int8 [rows, columns]: float32 [rows, columns]."""
     q = _checked("q", q, torch.int8)
     scales = _checked("scales", scales, torch.float32, (q.shape[1],))
     out = _output("out", out, torch.float32, tuple(q.shape))
@@ -132,7 +133,9 @@ def dequantize(
 def quantize_groups(
     x: torch.Tensor, size: int, bits: int = 8, *, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales [rows, columns / size]); layouts as in `reference.quantize_groups`. `size` is a multiple of 16."""
+    """Quantize groups: (codes, scales [rows, columns / size]); layouts as in `reference.quantize_groups`. `size` is a
+    multiple of 16.
+    """
     x = _checked("x", x, torch.float32)
     rows, columns = x.shape
     if bits not in (4, 8) or size < 16 or size % 16 or columns % size or (bits == 4 and columns // size % 2):

@@ -33,7 +33,7 @@ MOST_GRID_Y = 65_535
 
 
 def refuses(x: torch.Tensor) -> str | None:
-    """Why x cannot be processed here, or None."""
+    """Return why x is not processed here, or None."""
     if x.device.type != "cuda" or torch.version.hip:
         return f"the matrix is on {x.device}, not on an NVIDIA GPU"
     return cuda_compile.missing()
@@ -49,7 +49,7 @@ class _Args(ctypes.Structure):
 
 
 def defines(dtype: torch.dtype, columns: int) -> dict[str, int]:
-    """Macros of one instantiation: 16-byte vectors where rows are whole vectors, single elements otherwise."""
+    """Return the macros of one instantiation: 16-byte vectors where rows are whole vectors, else single elements."""
     vector = 16 // dtype.itemsize
     return {"X_TYPE": TORCH_NUMBERS[dtype], "VECTOR": vector if columns % vector == 0 else 1}
 
@@ -110,7 +110,7 @@ def _check(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: t
 
 
 def compute_scales(x: torch.Tensor, *, kernel: str = "fast") -> torch.Tensor:
-    """float32 [columns]: the scale of each column of x [rows, columns]; 1 for a column of zeros."""
+    """Compute the scale of each column of x [rows, columns], float32 [columns]; 1 for a column of zeros."""
     _check("x", x, tuple(TORCH_NUMBERS))
     if kernel not in SCALE_KERNELS:
         raise SpecError(f"unknown kernel {kernel!r}; known: {', '.join(SCALE_KERNELS)}")
@@ -126,7 +126,7 @@ def compute_scales(x: torch.Tensor, *, kernel: str = "fast") -> torch.Tensor:
 def quantize(
     x: torch.Tensor, scales: torch.Tensor, *, kernel: str = "fast", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """int8 [rows, columns] of x with scales float32 [columns]."""
+    """Quantize x with scales float32 [columns]: int8 [rows, columns]."""
     _check("x", x, tuple(TORCH_NUMBERS))
     _check("scales", scales, (torch.float32,), (x.shape[1],))
     out = torch.empty(x.shape, dtype=torch.int8, device=x.device) if out is None else out
@@ -144,7 +144,7 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[rows, columns] in `dtype` of q, int8 [rows, columns]."""
+    """Dequantize q, int8 [rows, columns]: [rows, columns] in `dtype`."""
     _check("q", q, (torch.int8,))
     _check("scales", scales, (torch.float32,), (q.shape[1],))
     out = torch.empty(q.shape, dtype=dtype, device=q.device) if out is None else out
@@ -157,8 +157,8 @@ def dequantize(
 def quantize_with_scales(
     x: torch.Tensor, *, out: torch.Tensor | None = None, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes int8 [rows, columns], scales float32 [columns]): maxima in one pass over x, codes in a second that starts
-    where the first ended.
+    """Quantize x: (codes int8 [rows, columns], scales float32 [columns]). Maxima come in one pass over x, codes in a
+    second that starts where the first ended.
     """
     _check("x", x, tuple(TORCH_NUMBERS))
     out = torch.empty(x.shape, dtype=torch.int8, device=x.device) if out is None else out
@@ -182,7 +182,7 @@ def quantize_with_scales(
 def quantize_groups(
     x: torch.Tensor, size: int, bits: int = 8, *, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales float32 [rows, columns / size]); layouts as in `reference.quantize_groups`.
+    """Quantize groups: (codes, scales float32 [rows, columns / size]); layouts as in `reference.quantize_groups`.
 
     `size` is a multiple of 16.
     """

@@ -54,7 +54,7 @@ def draw(result: dict[str, Any], folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _series(result: dict[str, Any], device: str, what: str) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """(row, row[what]) of float32 quantize by kernel, even cases in the order measured."""
+    """Return (row, row[what]) of float32 quantize by kernel, even cases in the order measured."""
     found: dict[str, list[tuple[dict[str, Any], float]]] = {}
     for r in result["rows"]:
         if r["stage"] == "quantize" and r["dtype"] == "float32" and r["device"] == device and r["columns"] % EVEN == 0:

@@ -8,23 +8,23 @@ from kvbits.quant.qparams import divided
 
 
 def compute_scales(x: torch.Tensor) -> torch.Tensor:
-    """float32 [columns]: the scale of each column of x [rows, columns]."""
+    """Compute the scale of each column of x [rows, columns], float32 [columns]."""
     scales = divided(x.abs().amax(0).float(), 127)
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
 def quantize(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """int8 [rows, columns]."""
+    """Quantize x: int8 [rows, columns]."""
     return (x * scales.reciprocal()).round().clamp(-127, 127).to(torch.int8)
 
 
 def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, columns]."""
+    """Dequantize q: float32 [rows, columns]."""
     return q.float() * scales
 
 
 def quantize_groups(x: torch.Tensor, size: int, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales [rows, columns / size]) with one scale per row and group of columns.
+    """Quantize x with one scale per row and group of columns: (codes, scales [rows, columns / size]).
 
     bits 8: int8 [rows, columns]. bits 4: uint8 [rows, columns / 2], byte r = column r | column (r + columns / 2) << 4,
     codes offset by 8.

@@ -54,8 +54,8 @@ CPU_KERNELS = ("column_outer", "row_order", "fast")
 
 
 def random_matrix(rows: int, columns: int, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:
-    """float32 [rows, columns], uniform in [-1, 1); column 1 is all zeros where there is one, so that every case has a
-    scale of 1.
+    """Make float32 [rows, columns], uniform in [-1, 1); column 1 is all zeros where there is one, so that every case
+    has a scale of 1.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.empty(rows, columns, device=device).uniform_(-1, 1, generator=generator)
@@ -65,7 +65,7 @@ def random_matrix(rows: int, columns: int, device: torch.device | str = "cpu", s
 
 
 def l2_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Euclidean norm of x - y, summed in float64."""
+    """Compute the Euclidean norm of x - y, summed in float64."""
     return math.sqrt(
         sum(
             float((a.float() - b.float()).double().square().sum())
@@ -75,7 +75,7 @@ def l2_error(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def max_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Largest |x - y|."""
+    """Compute the largest |x - y|."""
     return max(
         (float((a.float() - b.float()).abs().max()) for a, b in zip(x.split(16384), y.split(16384), strict=True)),
         default=0.0,
@@ -83,7 +83,9 @@ def max_error(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def attention_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Mean |q . x - q . y| over random queries in [-1, 1] and the first rows: the paper's attention score error."""
+    """Compute the mean |q . x - q . y| over random queries in [-1, 1] and the first rows: the paper's attention score
+    error.
+    """
     queries = (
         torch.rand(QUERIES, x.shape[1], device=x.device, generator=torch.Generator(device=x.device).manual_seed(1)) * 2
         - 1
@@ -153,7 +155,7 @@ def run(
 def _cpu_case(
     rows: int, columns: int, timed_rows: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """(errors, rows of the table, seconds by kernel and stage for the whole case)."""
+    """Measure (errors, rows of the table, seconds by kernel and stage for the whole case)."""
     x = random_matrix(timed_rows, columns)
     scales = cpu.compute_scales(x)
     q = cpu.quantize(x, scales)
@@ -180,7 +182,7 @@ def _cpu_case(
 
 
 def _best_of(call: Callable[[], object], repeats: int = 3) -> float:
-    """Seconds of the fastest call: others share the machine."""
+    """Measure the seconds of the fastest call: others share the machine."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -201,14 +203,14 @@ def _cpu_name() -> str:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a device-to-device copy, read and written bytes both counted."""
+    """Measure the bytes per second of a device-to-device copy, read and written bytes both counted."""
     x = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
     return 2 * x.numel() / (_gpu_us([lambda: y.copy_(x)]) * 1e-6)
 
 
 def _gpu_us(calls: list[Callable[[], object]]) -> float:
-    """Median microseconds of one call, events around a round of all of them."""
+    """Measure the median microseconds of one call, events around a round of all of them."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -225,7 +227,7 @@ def _gpu_us(calls: list[Callable[[], object]]) -> float:
 
 
 def _checked(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
-    """Errors of the round trip of x through y; a wrong kernel has no speed."""
+    """Return the errors of the round trip of x through y; a wrong kernel has no speed."""
     scales = cuda.compute_scales(x)
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     cuda.quantize(x, scales, out=q)

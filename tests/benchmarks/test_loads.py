@@ -1,4 +1,4 @@
-"""What the serving benchmarks ask and how they search, with an engine that is a clock and a queue."""
+"""Loads of the serving benchmarks and their search, with an engine that is a clock and a queue."""
 
 from __future__ import annotations
 

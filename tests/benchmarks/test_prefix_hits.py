@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 def prompts(seed):
-    """Of a few stems, each with ends of its own; the last block is not full."""
+    """Make prompts of a few stems, each with ends of its own. The last block is not full."""
     rng = np.random.default_rng(seed)
     made, fresh = [], 1000
     for _ in range(80):

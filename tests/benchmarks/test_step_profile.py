@@ -1,4 +1,4 @@
-"""Where a step's time goes, on traces made by hand: what overlaps counts once, and groups and gaps add up to the step."""
+"""Accounts of a step's time, on traces made by hand: what overlaps counts once, and groups and gaps add up to the step."""
 
 from __future__ import annotations
 

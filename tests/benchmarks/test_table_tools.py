@@ -48,7 +48,7 @@ def row(folder):
 
 
 def test_each_cache_is_paired_with_the_other_dtype(write):
-    """Of ten calls nine parse. The pages write eight of them, and float16 seven."""
+    """The test has ten calls, and nine of them parse. The pages write eight of these, and float16 seven."""
     write("bfloat16", "16-bit", "base", BASE, BASE)
     write("bfloat16", "int8_centered", "kvbits", [*"abcdefghX", "j"], BASE)
     other = [*"abcdefgXX", None]

@@ -83,7 +83,7 @@ GATE = ("a token that closes pages", "crop", "fork", "swap_in")
 
 
 def check(make, work, most):
-    """How many interrupts left the cache as it was, as it is afterwards, and in a pass that says so."""
+    """Count the interrupts that left the cache as it was, as it is afterwards, and in a pass that the cache reports."""
     before, after = make(), make()
     work(after)
     found = {"before": 0, "after": 0, "in a pass": 0}

@@ -68,8 +68,8 @@ def test_everything_is_released_once_speculation_ends():
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("chunks", [(5, 90, 7, 60), (33, 1, 31, 100), (1, 16, 17, 200, 1)])
 def test_a_chunk_that_moves_past_all_that_is_held_goes_on_at_a_page(chunks, sinks):
-    """Where nothing closes, pages lie where those of any other sequence of these tokens lie: `check_books` (in `append`
-    and `check`) holds that.
+    """Pages that never close lie where those of any other sequence of these tokens lie: `check_books` (in `append` and
+    `check`) holds that.
     """
     pair = pair_of(16, QuantSpec.raw(), sinks)
     for n in chunks:

@@ -1,4 +1,4 @@
-"""What `kvbits check` found, kept for engines that start."""
+"""Findings of `kvbits check`, kept for engines that start."""
 
 import dataclasses
 import json

@@ -42,7 +42,7 @@ def prompts(n=6, length=20, seed=1):
 
 
 def stored(model, batch, **kw):
-    """What the stock cache holds after the prompt: [(k, v)] per layer, [B, T, H, D]."""
+    """Return what the stock cache holds after the prompt: [(k, v)] per layer, [B, T, H, D]."""
     with torch.no_grad():
         cache = model(batch, use_cache=True, **kw).past_key_values
     return [(layer.keys.transpose(1, 2), layer.values.transpose(1, 2)) for layer in cache.layers]

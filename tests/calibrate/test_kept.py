@@ -181,7 +181,7 @@ def test_an_engine_has_it_made_by_a_process_of_its_own(folder, home):
 
 @pytest.mark.night
 def test_a_home_that_takes_no_files(folder, tmp_path, monkeypatch):
-    """What lies there is read; what must be made goes among temporary files of this user alone."""
+    """kvbits reads what lies there, and puts what it must make among temporary files of this user alone."""
     wall = tmp_path / "wall"
     wall.write_text("no folder")
     monkeypatch.setenv("KVBITS_CACHE", str(wall / "cache"))

@@ -193,7 +193,7 @@ def measured(key, length, texts=8):
 @pytest.mark.parametrize("key", [KEY, schemes.get("klt4", head_dim=DIM).key], ids=["klt2", "klt4"])
 @pytest.mark.parametrize("length", [130, 200, 256, 512, 513])
 def test_positions_that_no_text_shows_are_read_as_well_as_the_others(key, length):
-    """Of a head with nearly constant keys, whose shown positions span few directions."""
+    """The keys of the head are nearly constant, and its shown positions span few directions."""
     short, long = measured(key, length), measured(key, 1024)
     inv_freq = torch.tensor(ROTARY.frequencies(DIM))
     layout = PageLayout(key=key, value=QuantSpec.raw(), page_size=64, num_kv_heads=2, head_dim=DIM, raw_dtype="float32")

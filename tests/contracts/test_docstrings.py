@@ -5,29 +5,37 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import kvbits
 
 ACTIONS = """
     Abandon Add Allocate Announce Answer Append Assign Attend Begin Bind Break Bring Broadcast Build Calibrate
-    Call Carry Change Check Choose Close Collect Compare Compile Compute Copy Count Crop Cut Deal Decide Decode
-    Describe Do Drop Empty End Estimate Evict Explain Extend Feed Fill Find Flush Forget Free Generate Give Hand
+    Call Carry Change Check Choose Close Collect Compare Compile Compute Copy Count Crop Cut Deal Decide Decode Dequantize
+    Describe Do Draw Drop Empty End Estimate Evict Explain Extend Feed Fill Find Flush Forget Free Generate Give Hand
     Have Hold Import Install Invert Judge Keep Launch Lead Let List Load Make Measure Merge Move Name Note Open
-    Pack Parse Pin Plan Point Predict Prepare Print Put Quantize Raise Read Recode Refer Refuse Register Remove
-    Rename Repeat Replace Report Require Reset Return Run Screen See Set Show Split Spend Start Store Switch Take Turn
-    Undo Wait Warn Wrap Write Yield
+    Pack Parse Pin Plan Point Predict Prepare Print Put Quantize Raise Read Recode Recompute Refer Refuse Register
+    Remove Rename Repeat Replace Report Require Reset Return Round Run Screen See Send Set Show Sort Split Spend Spread
+    Start Store Switch Take Turn Undo Wait Warn Wrap Write Yield
 """
 VERBS = frozenset(ACTIONS.split())
 """Verbs that functions open with. Add one if it is an action in the base form."""
-QUESTIONS = ("How", "Of", "That", "What", "When", "Where", "Whether", "Which", "Who", "Whose", "Why")
+QUESTIONS = ("How", "If", "Of", "That", "What", "When", "Where", "Whether", "Which", "Who", "Whose", "Why")
 """Words that leave the noun to the end of the sentence."""
+ROOT = Path(__file__).parents[2]
+
+
+def question(kind, text):
+    """Return what is wrong if a docstring opens with a word of QUESTIONS, else None."""
+    return "opens with a question word" if text.split()[0].strip(",.:;").capitalize() in QUESTIONS else None
 
 
 def fault(kind, text):
-    """Return what is wrong with the head of a docstring of a "function" or a "thing", or None."""
+    """Return what is wrong with the head of a docstring of a "function", a "thing" or a "module", or None."""
     words = text.split()
     first, second = words[0].strip(",.:;"), words[1] if len(words) > 1 else ""
-    if first.capitalize() in QUESTIONS:
-        return "opens with a question word"
+    if found := question(kind, text):
+        return found
     if kind == "function":
         if first not in VERBS or second == "of":
             return "does not open with a verb of VERBS"
@@ -38,9 +46,18 @@ def fault(kind, text):
     return None
 
 
+def constant_text(node):
+    """Return the text of a statement that is nothing but a string, or None."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return node.value.value
+    return None
+
+
 def docstrings(tree):
     """Yield (kind, line, text) of modules, classes, functions, and constants that a string follows."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Module) and (text := ast.get_docstring(node)):
+            yield "module", 1, text
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and (
             text := ast.get_docstring(node)
         ):
@@ -51,18 +68,41 @@ def docstrings(tree):
                 yield "thing", node.lineno, text
         if isinstance(node, (ast.Module, ast.ClassDef)):
             for before, after in zip(node.body, node.body[1:], strict=False):
-                if isinstance(before, (ast.Assign, ast.AnnAssign)) and isinstance(after, ast.Expr):
-                    yield "thing", before.lineno, ast.literal_eval(after.value)
+                if isinstance(before, (ast.Assign, ast.AnnAssign)) and (text := constant_text(after)):
+                    yield "thing", before.lineno, text
 
 
-def test_docstrings_open_with_a_verb_or_a_noun():
-    folder = Path(kvbits.__file__).parent
+def faults_below(folder, judge):
+    """Return (number of docstrings, faults) of the Python files below a folder, judged by `judge(kind, text)`."""
     read, faults = 0, []
     for path in sorted(folder.rglob("*.py")):
         for kind, line, text in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
             read += 1
-            if found := fault(kind, text):
+            if found := judge(kind, text):
                 faults.append(f"{path.relative_to(folder)}:{line} {found}: {text.splitlines()[0]}")
+    return read, faults
+
+
+@pytest.mark.parametrize(
+    ("folder", "least"),
+    [
+        (Path(kvbits.__file__).parent, 1000),
+        (ROOT / "benchmarks", 300),
+        (ROOT / "studies", 40),
+        (ROOT / "docs", 50),
+        (ROOT / "examples", 5),
+    ],
+    ids=lambda x: x.name if isinstance(x, Path) else None,
+)
+def test_docstrings_open_with_a_verb_or_a_noun(folder, least):
+    read, faults = faults_below(folder, fault)
+    assert read > least
+    assert not faults, "\n".join(faults)
+
+
+def test_docstrings_of_tests_open_with_no_question_word():
+    """A test's docstring may also be a sentence."""
+    read, faults = faults_below(ROOT / "tests", question)
     assert read > 1000
     assert not faults, "\n".join(faults)
 

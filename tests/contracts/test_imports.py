@@ -165,7 +165,7 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 """
-"""What `pip install kvbits` alone leaves a machine with."""
+"""Imports of a machine that has only what `pip install kvbits` brings."""
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 4,

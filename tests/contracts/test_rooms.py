@@ -34,7 +34,7 @@ EXCEPTIONS = {
     "integrations/vllm/releases.py": "a class of vLLM's is called so",
 }
 QUESTIONS = re.compile(r"""is_trellis|has_codebook|basis [!=]= ["'](klt|calibrated)["']""")
-"""How Python asks which family a format is of.
+"""Ways in which Python asks which family a format is of.
 
 Before there were rooms it was asked 114 times outside spec, quant and families: by these words and by four functions
 that are gone.

@@ -129,7 +129,7 @@ def test_the_worst_prediction_is_found_again(model):
 
 
 class Counting:
-    """What a cache's closed pages hold whenever a chunk has been read, seen from its page lists."""
+    """Count of what a cache's closed pages hold whenever a chunk has been read, seen from its page lists."""
 
     def __init__(self, cache):
         self.cache, self.shares = cache, []

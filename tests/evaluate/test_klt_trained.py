@@ -1,4 +1,4 @@
-"""What the klt presets cost on a trained model, through the packed cache, with a calibration made here.
+"""Loss of the klt presets on a trained model, through the packed cache, with a calibration made here.
 
 Squared errors of keys and values do not tell: a search of scales that left them as they were once cost `klt4` two to
 five times its KL.

@@ -1,4 +1,4 @@
-"""What long contexts cost: chains replayed, words copied, states tracked, RULER's prompts; and how sure a difference of
+"""Loss at long contexts: chains replayed, words copied, states tracked, RULER's prompts; and how sure a difference of
 two caches is.
 """
 

@@ -73,7 +73,7 @@ ACCEPTED = {"draft model": 0.5, "mtp": 0.2}
 """Check -> least share of first drafts that are accepted: where pages of drafts are read right, more are. The draft model
 is the model itself, so that nearly all are, for one request alone as for many."""
 COARSER = {"kvbits_klt3": 2, "kvbits_klt2": 4}
-"""How many times four bits' distance between decoding and prefill: a bit less doubles the step of every code.
+"""Factors over four bits' distance between decoding and prefill: a bit less doubles the step of every code.
 
 With copies klt4 has 0.0686, klt3 0.1437; klt2 had 0.29 before.
 """
@@ -170,7 +170,9 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
 
 
 def keep_calibration(path: Path) -> None:
-    """Of a saved model, where engines find it, for all widths, whether they serve the model or let it draft."""
+    """Calibrate a saved model for all widths, and keep the file where engines find it, whether they serve the model or
+    let it draft.
+    """
     from transformers import AutoModelForCausalLM
 
     from kvbits.calibrate import calibrate, kept

@@ -43,7 +43,7 @@ def calibration(model, tmp_path_factory):
 
 @pytest.fixture
 def reference_ops(monkeypatch):
-    """What the plugin does on a GPU, by the reference operations."""
+    """Run the plugin as on a GPU, by the reference operations."""
     from integrations import vllm_cpu
 
     vllm_cpu.as_on_a_gpu(monkeypatch)

@@ -595,7 +595,7 @@ def quiet() -> Any:
 
 
 def row(family: Family) -> str:
-    """Of a table of models."""
+    """Write a family's row of a table of models."""
     return f"| {family.names} | `{family.model_type}` |"
 
 
@@ -624,13 +624,13 @@ ATTENDING = {
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
 }
-"""What the published models of a family say that its default configuration leaves out: which layers attend, how wide a
+"""Settings of a family's published models that its default configuration leaves out: which layers attend, how wide a
 head is.
 """
 
 
 def census() -> str:
-    """How many families of Transformers that generate text are taken, by their configuration and by where their
+    """Count the families of Transformers that generate text and are taken, by their configuration and by where their
     modeling code takes attention from.
     """
     kinds, found = all_kinds(), dict[str, list[str]]()
@@ -641,8 +641,9 @@ def census() -> str:
     return (
         f"Transformers {transformers.__version__} has {len(kinds)} families that generate text from text or images:\n\n"
         f"- {len(taken)} are taken by their configuration.\n"
-        f"- {len(dense)} more are taken with `dense=True`: {', '.join(f'`{x}`' for x in dense)}.\n"
-        f"- {len(kinds) - len(taken) - len(dense)} are refused:\n\n"
+        f"- {len(dense)} more are taken with `dense=True`.\n"
+        f"- {len(kinds) - len(taken) - len(dense)} are refused.\n\n"
+        f"| `model_type` taken with `dense=True` |\n|---|\n| {', '.join(f'`{x}`' for x in dense)} |\n\n"
         "| refused `model_type` | what it does that pages do not |\n|---|---|\n"
         + "\n".join(rows)
         + f"\n\nThe next tables have tiny models of {len(named())} of these families. {len(others())} more decode the"
@@ -672,8 +673,8 @@ def others() -> list[str]:
 
 
 def verdict(kind: str) -> str:
-    """What becomes of a family by its configuration, and by where its modeling code takes attention from: "yes",
-    "dense", or why it is refused.
+    """Return "yes", "dense", or why a family is refused, by its configuration and by where its modeling code takes
+    attention from.
     """
     if kind in OWN_CACHE:
         return OWN_CACHE[kind]

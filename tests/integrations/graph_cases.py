@@ -1,4 +1,4 @@
-"""What the graph decoder's tests share, on a CPU and on a GPU."""
+"""Cases of the graph decoder's tests, on a CPU and on a GPU."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _joined(*parts: torch.Tensor) -> Linear:
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """Whose head is `model.mtp_layers`."""
+    """Qwen2 with a head `model.mtp_layers`."""
 
 
 def mimo(config: Qwen2Config) -> MiMoForCausalLM:

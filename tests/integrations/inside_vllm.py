@@ -1,4 +1,4 @@
-"""What tests inside vLLM on a CPU begin with: without it, whoever imports this is skipped.
+"""Imports of tests inside vLLM on a CPU: without vLLM, a test module that imports this one is skipped.
 
 Fixtures are in conftest.py.
 """

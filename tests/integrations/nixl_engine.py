@@ -51,7 +51,7 @@ def answer(llm: Any, prompt: list[int], max_tokens: int, transfer: dict[str, Any
 
 
 def digests(llm: Any, block_ids: list[int]) -> list[str]:
-    """Of the bytes of some blocks, per layer."""
+    """Return digests of the bytes of some blocks, per layer."""
 
     def of(worker: Any) -> list[str]:
         return [

@@ -1,4 +1,4 @@
-"""What each rank of test_tensor_parallel.py runs: a model spread over the ranks against the same model whole.
+"""Program of each rank of test_tensor_parallel.py: a model spread over the ranks against the same model whole.
 
 Prints one line of JSON.
 """

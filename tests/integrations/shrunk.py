@@ -150,7 +150,7 @@ LISTS = (
     "num_attention_heads_per_layer",
     "activation_sparsity_pattern",
 )
-"""What a family makes anew for its number of layers."""
+"""Fields that a family makes anew for its number of layers."""
 LOOPED = {
     "num_hidden_layers": 4,
     "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid"],
@@ -185,7 +185,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": {"vision_start_token_id": 95, "text_config": {"rope_parameters": THREE_ROTARY_PARTS}},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 95},
 }
-"""What single families need besides."""
+"""Settings that single families need besides."""
 UNBUILT = (
     dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "wants timm")
     | {"inkling_mm_model": "wants scipy"}

@@ -1,4 +1,4 @@
-"""What `kvbits.contract.see` finds in a process, found in the sources of a package: nothing is imported or installed."""
+"""Sources of a package as `kvbits.contract.see` would find it in a process: nothing is imported or installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def file_of(root: Path, module: str) -> Path | None:
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of a module or class, also behind conditions."""
+    """Yield the statements of a module or class, also those behind conditions."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):
@@ -42,7 +42,7 @@ class Package:
         self.root = root
 
     def see(self, path: str) -> Seen | None:
-        """What is there, or None."""
+        """Return what is there, or None."""
         module, _, name = path.partition(":")
         found = self._find(module, name.split("."))
         if found is None:
@@ -98,7 +98,7 @@ class Package:
         return None
 
     def _named(self, module: str, node: ast.expr) -> tuple[str, ast.AST] | None:
-        """What an expression of names stands for."""
+        """Find what an expression of names stands for."""
         text = ast.literal_eval(node) if isinstance(node, ast.Constant) else ast.unparse(node)
         return self._find(module, str(text).partition("[")[0].split("."))
 

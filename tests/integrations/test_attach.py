@@ -1,4 +1,4 @@
-"""What a KVCache changes about a model can be undone, and a saved prefix knows whose it is."""
+"""Attaching a KVCache to a model can be undone, and a saved prefix knows its model."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""What the plugins stand on, against sources of engines: read as syntax trees, without an installation or a GPU.
+"""Declarations of what the plugins stand on, against sources of engines: read as syntax trees, without an installation
+or a GPU.
 
 A failure of a release that is not out yet means that it breaks the line that is named.
 """
@@ -35,7 +36,7 @@ def contract(engine: str) -> Contract:
 
 
 def broken(engine: str, root: Path) -> dict[str, str]:
-    """What differs under a folder from its declaration, among symbols of the packages that the folder has."""
+    """Return what differs under a folder from its declaration, among symbols of the packages that the folder has."""
     package, found = Package(root), {}
     for path, symbol in contract(engine).symbols.items():
         if not (root / path.split(":")[0].split(".")[0]).is_dir():

@@ -44,7 +44,7 @@ SAME = {
     "update_recurrent_state": lambda c: c.update_recurrent_state(torch.zeros(2, 4, 3), 0),
     "update_indexer": lambda c: c.update_indexer(torch.zeros(2, 1, 4), 0),
 }
-"""What is read and compared; an error is compared by being one."""
+"""Reads to compare; errors compare as errors."""
 CHANGES = {
     "crop": lambda c: (c.activate_past_recording(), c.crop(0)),
     "activate_past_recording": lambda c: c.activate_past_recording(),
@@ -53,9 +53,9 @@ CHANGES = {
     "batch_repeat_interleave": lambda c: (c.batch_repeat_interleave(2), c.batch_select_indices(torch.tensor([0, 2]))),
     "reset": lambda c: c.reset(),
 }
-"""What changes both, and the next logits are compared."""
+"""Changes to both caches; the test compares the next logits."""
 BETTER = {"batch_size": (2, -1)}
-"""What a KVCache knows and a DynamicCache does not."""
+"""Answers that a KVCache knows and a DynamicCache does not."""
 SAME_OF_LAYER = {
     "get_seq_length": lambda x: x.get_seq_length(),
     "get_max_length": lambda x: x.get_max_length(),

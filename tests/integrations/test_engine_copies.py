@@ -33,7 +33,7 @@ from kvbits.spec import PageLayout
 HEADS, QUERY_HEADS, D, BLOCKS, ROWS, TOKENS, LONGEST = 2, 4, 64, 64, 4, 1024, 768
 OPTIONS = Options(raw_newest=64, raw_first=64)
 PACKED = 0
-"""What a page is read from: itself, or a ring by its number from 1 on."""
+"""Number of the page itself, where a page is read from: rings have numbers from 1 on."""
 
 
 def dense(call, q, k, v, lengths, causal, out, wants_lse):
@@ -190,8 +190,9 @@ class Engine:
         return found
 
     def by_scheme(self, r: Request) -> Callable[[int], int]:
-        """What each page of a request is read from, by the scheme alone: the newest and the first pages from raw copies,
-        those behind the newest from the next format, from the page on that was opened under a ring.
+        """Return what each page of a request is read from, by the scheme alone. The newest and the first pages are read
+        from raw copies, and those behind the newest from the next format. Both begin at the page that was opened under
+        a ring.
         """
         newest = (r.done - 1) // PAGE_SIZE
 
@@ -378,7 +379,9 @@ def test_drafts_are_read_as_single_tokens_are(make):
 
 
 def test_a_rejected_draft_in_a_new_page_costs_the_oldest_copies(make):
-    """What it wrote over is missing until the next page begins: the page before the newest is read from klt4 then."""
+    """The draft overwrote copies, which are missing until the next page begins. Attention then reads the page before the
+    newest from klt4.
+    """
     engine = make("kvbits_klt2", 1, drafts=3)
     r = engine.request()
     engine.step((r, 638))

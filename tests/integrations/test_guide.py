@@ -1,5 +1,5 @@
-"""What a user reads works: code and commands of README and the guide run on a tiny model, options exist, links lead
-somewhere, generated pages are what their script writes.
+"""Documents that a user reads work: code and commands of README and the guide run on a tiny model, options exist, links
+lead somewhere, generated pages are what their script writes.
 """
 
 import importlib.util

@@ -57,7 +57,7 @@ def padded(x, left=20):
 
 
 def both(model, use):
-    """What `use(model, cache)` gives with a raw KVCache and with the stock one."""
+    """Return what `use(model, cache)` returns with a raw KVCache and with the stock one."""
     with torch.no_grad(), families.quiet():
         got = use(model, KVCache.for_model(model, "raw"))
         KVCache.detach(model)

@@ -24,7 +24,7 @@ def model_of(config):
 
 
 def with_image(model):
-    """What `generate` takes for one prompt with an image."""
+    """Return the arguments of `generate` for one prompt with an image."""
     call, _ = families.inputs(model)
     rows = {name: x[: len(x) // 2] for name, x in call.items()}
     return rows | {"attention_mask": torch.ones_like(rows["input_ids"])}

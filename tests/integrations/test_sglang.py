@@ -429,8 +429,8 @@ def test_drafts_of_ngrams_leave_tokens_as_they_are(engine, calibration, backend)
     [("llama", "kvbits_int8_centered"), ("gemma2", "kvbits_int8_centered"), ("llama", "kvbits_klt4")],
 )
 def test_drafts_cost_little_accuracy(model, engine, calibration, name, backend):
-    """Where numbers are not the same: wrong drafts count in the mean of a page that opens with them, and one over a
-    page's border takes the oldest raw copy away. Requests that no copy can lack are the model's.
+    """Numbers differ in two cases: wrong drafts count in the mean of a page that opens with them, and a draft over a
+    page's border takes the oldest raw copy away. Requests that lack no copy are the model's.
     """
     kvbits = {"calibration": calibration(name, "klt4").path} if backend == "kvbits_klt4" else {}
     more, found = {"disable_hybrid_swa_memory": True} if name == "gemma2" else {}, []
@@ -805,7 +805,7 @@ def test_sinks_are_left_to_backends_that_sglang_names(tmp_path):
     ids=str,
 )
 def test_what_a_model_asks_of_a_layer_is_refused(asked, match):
-    """Where nothing of its configuration says so."""
+    """The configuration of the model does not show it."""
     from kvbits.integrations.sglang.backend import KVBitsBackend
 
     x = torch.zeros(1, 2, 64)

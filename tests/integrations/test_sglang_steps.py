@@ -95,7 +95,7 @@ class Steps:
         self.backend = backend.KVBitsBackend(types.SimpleNamespace(**runner), form)
 
     def capture(self, rows: int) -> None:
-        """What a graph of so many rows is captured with; `run` with padding then replays it."""
+        """Capture a graph of so many rows; `run` with padding then replays it."""
         lens, none = (
             torch.full((rows,), self.backend.get_cuda_graph_seq_len_fill_value()),
             torch.zeros(rows * max(self.drafts, 1), dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""How far keys turn from a page to the next, as both engines take it from a model's configuration."""
+"""Turns of keys from a page to the next, as both engines take them from a model's configuration."""
 
 import pytest
 import torch

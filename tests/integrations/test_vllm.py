@@ -117,7 +117,7 @@ def options(dtype, **given):
 
 
 def config_of(dtype, given, kind="generate", drafts=None):
-    """What a configuration of vLLM has of these options; drafts: their dtype."""
+    """Make the parts of vLLM's configuration that depend on these options; drafts: their dtype."""
     return SimpleNamespace(
         additional_config={"kvbits": given},
         cache_config=SimpleNamespace(cache_dtype=dtype),
@@ -201,7 +201,7 @@ def test_options_that_a_dtype_never_reads_are_refused_unless_drafts_read_them(gi
 
 
 def test_widths_are_those_of_the_kernels():
-    """What the plugin refuses is what kernels refuse; `kvbits plan`, which has no torch, knows the largest."""
+    """The plugin refuses what kernels refuse, and `kvbits plan`, which has no torch, knows the largest width."""
     for name in ("auto", *FORMATS):
         widest = WIDEST_CALIBRATED if name != "auto" and FORMATS[name].calibrated else WIDEST
         assert formats.refuses_pages(name, widest, "bfloat16") is None
@@ -356,7 +356,7 @@ def test_chunks_read_raw_copies_where_they_are(attend, sink):
 
 
 class Interface:
-    """Of a platform of vLLM."""
+    """Interface of a platform of vLLM."""
 
     device_type = "cuda"
 

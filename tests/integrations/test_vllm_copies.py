@@ -147,9 +147,9 @@ def test_blocks_that_a_connector_writes_are_read_packed(model, engine, tmp_path,
 
 @pytest.mark.parametrize("forgetful", [True, False], ids=["taken", "control"])
 def test_a_block_that_is_copied_in_part_is_read_packed(model, engine, monkeypatch, forgetful):
-    """Where prefixes are matched inside blocks vLLM copies what is shared of one to another from the pool, here to one
-    that had copies. It matches so in models with Mamba layers only, so the test says what was found: 96 tokens of the
-    request before, whose blocks stay.
+    """vLLM matches prefixes inside blocks for models with Mamba layers only. It copies the shared part of a block to a
+    block from the pool, here to one that had copies. So the test states the match: 96 tokens of the request before,
+    whose blocks stay.
     """
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 

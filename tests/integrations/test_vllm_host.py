@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 @pytest.fixture
 def served(monkeypatch):
-    """Which backend each operation was chosen of."""
+    """Note which backend was chosen for each operation."""
     found, choose = {}, dispatch.choose
 
     def noting(op, *args, **options):

@@ -455,7 +455,7 @@ def test_heads_of_512_and_values_narrower_than_keys(model, engine, name, dtype):
 
 
 def named(name):
-    """Where it has no FlashAttention 4, as on a CPU, vLLM chooses another backend for Gemma 4 if none is named."""
+    """Name the backend for Gemma 4: without FlashAttention 4, as on a CPU, vLLM would choose another one."""
     return {"attention_backend": "KVBITS"} if name == "gemma4_wide" else {}
 
 
@@ -470,7 +470,7 @@ def test_copies_of_heads_of_512_and_of_unlike_widths(model, engine, name):
 @pytest.mark.night
 @pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
 def test_drafts_with_heads_of_512_and_with_unlike_widths(model, engine, name):
-    """Whose rows are of unlike lengths."""
+    """Rows of drafts have unlike lengths."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = engine(name, "kvbits_int8_centered", **named(name), enable_prefix_caching=False, speculative_config=ngram)
     for length in (90, 150):

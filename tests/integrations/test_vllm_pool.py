@@ -1,4 +1,4 @@
-"""How many requests have copies, and whose they are: in vLLM's official wheel on a CPU."""
+"""Number of requests that have copies, and their owners: in vLLM's official wheel on a CPU."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_requests_that_come_and_go_keep_their_copies(model, engine, monkeypatch,
 
 
 def test_the_pool_is_a_share_of_the_memory_and_others_are_read_packed(model, engine, monkeypatch):
-    """Of four requests two have copies, and the other two answer as without any. The log says so."""
+    """Two of four requests have copies, and the other two answer as without any. The log reports it."""
     said_by = []
     monkeypatch.setattr(copies.logger, "info", lambda text, *values: said_by.append(text % values))
     memory = 40 * RING

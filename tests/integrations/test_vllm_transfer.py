@@ -33,7 +33,7 @@ def shared_storage(path):
 
 
 def handshake(llm):
-    """What two engines of NIXL compare before a block is moved."""
+    """Return what two engines of NIXL compare before a block is moved."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 
     return compute_nixl_compatibility_hash(llm.llm_engine.vllm_config, "KVBITS")

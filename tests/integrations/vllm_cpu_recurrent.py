@@ -107,7 +107,7 @@ def _convolve(
 def _gates(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a gated delta rule forgets by (a logarithm) and writes with, float32 [1, tokens, heads]."""
+    """Compute what a gated delta rule forgets by (a logarithm) and writes with, float32 [1, tokens, heads]."""
     return (-A_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias.float()))[
         None
     ], b.float().sigmoid()[None]

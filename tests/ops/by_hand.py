@@ -14,7 +14,7 @@ NUMPY_DTYPES = {"float16": np.float16, "float32": np.float32}
 
 
 def float_values(name: str) -> np.ndarray:
-    """What every code of a float format is worth, from its definition."""
+    """Return the value of every code of a float format, from its definition."""
     exponent_bits, mantissa_bits, bias = (4, 3, 7) if name == "fp8_e4m3" else (5, 2, 15)
     codes = np.arange(256)
     sign = np.where(codes & 128, -1.0, 1.0)
@@ -31,7 +31,7 @@ def numbers(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def code_byte(kind: str, token: int, r: int, row_bytes: int, page_size: int) -> int:
-    """Where byte r of a token's row is stored."""
+    """Return where byte r of a token's row is stored."""
     if kind == "k":
         return ((token // 16) * (row_bytes // 4) + r // 4) * 64 + (token % 16) * 4 + r % 4
     slot = SLOT_TOKENS.index(token % 8)

@@ -90,7 +90,7 @@ def kvquant(fmt: str, outliers: float = 0.01, static: bool = False) -> tuple[Qua
 
 
 def kvquant_specs(fmt: str, group: int = 32) -> list[QuantSpec]:
-    """What KVQuant's techniques (codebooks, outliers) make of a format, for keys and values alike."""
+    """Make the specs of KVQuant's techniques (codebooks, outliers) for a format, for keys and values alike."""
     f16, f32 = dict(format=fmt, outliers=0.02), dict(format=fmt, scale_dtype="float32")
     made = [
         QuantSpec(**f16, granularity=g, symmetric=s)
@@ -184,7 +184,7 @@ def static_of(layout: PageLayout) -> dict[str, torch.Tensor]:
 
 
 def statics_of(spec: CacheSpec) -> list[dict[str, torch.Tensor]] | None:
-    """What calibration gives a cache: for each layer the tensors that its specs name."""
+    """Make what calibration gives a cache: for each layer the tensors that its specs name."""
     if not spec.scheme.needs_calibration:
         return None
     found = []

@@ -47,7 +47,7 @@ MODELS = (
 
 
 def launched(names: list[str], capability: tuple[int, int]) -> Iterator[Source]:
-    """What caches and vLLM launch for presets on a GPU of that capability."""
+    """Yield what caches and vLLM launch for presets on a GPU of that capability."""
     for name, (head_dim, dtype, softcap) in itertools.product(names, MODELS):
         try:
             spec = CacheSpec(

@@ -541,7 +541,7 @@ def test_threads_share_a_plan():
 
 
 def test_memory_that_changed_is_read_anew():
-    """What a table points to may be written between updates, as engines do."""
+    """An engine may write what a table points to between updates."""
     plan, (step, q) = raw_plan(), raw_step()
     plan.bind(0, raw_pages(8))
     plan.update(step)

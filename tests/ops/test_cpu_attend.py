@@ -243,7 +243,7 @@ def test_groups_without_spread_cost_the_others_nothing(tier, preset, flat):
 
 
 def test_same_bits_every_time_for_a_thread_count(tier):
-    """Which thread runs which item is open; the result may not depend on it."""
+    """The result does not depend on which thread runs which item."""
     case = random_call(QuantSpec(format="int4"), QuantSpec(format="int4"), pages=40, batch=3)
     want = case.exact()
     before = torch.get_num_threads()

@@ -215,8 +215,8 @@ def rows(page_size, head_dim, dtype):
 
 
 def squared_errors(x, scales, spec):
-    """Of integers of the widths of `spec`, which scales are fitted to: float64 [..., tokens] of x [..., tokens,
-    head_dim] and codes of scales.
+    """Return the squared errors of integers of the widths of `spec`, which scales are fitted to: float64 [..., tokens]
+    of x [..., tokens, head_dim] and codes of scales.
     """
     top = 2.0 ** torch.tensor(spec.widths(x.shape[-1])).repeat_interleave(16)[: x.shape[-1]].double() - 1
     scale = scale_values(scales.int() + (2 if spec.levels == "fitted" else 0)).double().unsqueeze(-1)

@@ -191,7 +191,7 @@ def test_plans_say_why_there_are_no_tiles():
 
 
 def decoded(case, tiles):
-    """What tiles answer a call of few query rows."""
+    """Return what tiles answer a call of few query rows."""
     options = {"batch_size": len(case.q), "num_q_heads": case.q.shape[2], "num_queries": case.q.shape[1]}
     options |= {"dtype": case.q.dtype, "device": case.q.device, "spans": case.has_spans, "past_only": True}
     layouts = [store.layout for store in case.stores]

@@ -53,7 +53,7 @@ def forget_loaded():
 
 @pytest.fixture
 def loaded(monkeypatch, request):
-    """What is loaded on a GPU that launches nothing and whose memory is the CPU's."""
+    """Note what is loaded on a GPU that launches nothing and whose memory is the CPU's."""
     capability, found = request.param, []
 
     def load(source, name, device_index, shared_bytes=None, *, early=False):

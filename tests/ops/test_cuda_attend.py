@@ -171,7 +171,9 @@ def cases():
 
 
 def tables():
-    """What tables may say: pages that were dropped or cut, slabs of a pool, and what queries may be: many, given."""
+    """Yield what tables may hold: pages that were dropped or cut, slabs of a pool; and what queries may be: many,
+    given.
+    """
     ragged = {"lengths": LENGTHS, "tail": 20, "sinks": 3}
     klt4, nuq4 = ({"key": s.key, "value": s.value} for s in map(schemes.get, ("klt4", "nuq4-1%")))
     for formats in (both("int8", center="channel"), klt4, nuq4, TIERED):
@@ -198,7 +200,7 @@ def limits(case: Case) -> dict[str, float]:
 
 
 def check(call: Call, plan=None, limit=LIMIT, lse_limit=1e-2):
-    """What a plan gives for a call, against float64; made and up to date if None."""
+    """Compare what a plan returns for a call with float64, and return it. Without a plan, make and update one."""
     plan = plan or call.plan()
     want, want_lse = call.want()
     out = torch.full_like(want, torch.nan, dtype=call.q.dtype)

@@ -167,7 +167,9 @@ def joined():
 
 
 def tables():
-    """What tables may say: pages that were dropped or cut, slabs of a pool, and what queries may be: many, given."""
+    """Yield what tables may hold: pages that were dropped or cut, slabs of a pool; and what queries may be: many,
+    given.
+    """
     ragged = {"lengths": (700, 0, 333, 70), "tail": 20, "sinks": 3}
     for formats in (both("int8", center="channel"), of("klt4"), of("nuq4-1%")):
         yield Case(**formats, **ragged, spans=True, slabs=3)

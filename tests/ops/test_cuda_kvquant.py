@@ -91,7 +91,7 @@ def unpacked():
 
 
 def readable(call):
-    """Whether a kernel reads the pages of a call packed."""
+    """Return whether a kernel reads the pages of a call packed."""
     layouts = [store.layout for store in call.stores]
     return attend_cuda.refuses_kernel(layouts, call.q.shape[2], call.q.dtype, call.q.shape[1]) is None
 

@@ -1,5 +1,5 @@
-"""What kernels ask for is in the shared memory of a block, on every card that we know, or they are refused before they
-are launched. Needs no GPU.
+"""Shared memory that kernels ask for: it fits into a block's on every card that we know, or kernels are refused before
+their launch. Needs no GPU.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ RAW = QuantSpec.raw()
 
 
 def emulated_store(folder: Path, source: Source, kernel: str) -> SimpleNamespace:
-    """What `driver.load` gives, for a CPU."""
+    """Return what `driver.load` returns, for a CPU."""
     memory = "extern __shared__ __align__(16) unsigned char memory[];"
     text = (source.folder / source.name).read_text()
     instead = {'extern "C" __global__': ""} | ({memory: "unsigned char* memory = ::shared;"} if memory in text else {})
@@ -63,7 +63,7 @@ def emulated_store(folder: Path, source: Source, kernel: str) -> SimpleNamespace
     params=[pytest.param("cpu", id="emulated", marks=needs_compiler), pytest.param("cuda", id="gpu", marks=needs_gpu)]
 )
 def device(request, monkeypatch):
-    """Where tensors lie that `cuda.store` is given."""
+    """Return the device of the tensors that `cuda.store` takes."""
     if request.param == "cpu":
         folder = request.getfixturevalue("tmp_path")
 

@@ -337,7 +337,7 @@ def test_warps_that_share_tokens_store_what_one_warp_closes(name, head_dim, warp
 
 
 def test_keys_with_a_bias_a_hundred_times_their_spread(device):
-    """What the product rounds of a common bias is the same for all tokens, or small beside their steps."""
+    """The rounding of a common bias by the product is the same for all tokens, or small beside their steps."""
     k = rows(64, 128, torch.float32) + 300 * (torch.arange(128) % 40 == 7)
     assert_references(*sides("klt3"), k, rows(64, 128, torch.float32), device, ties=60)
 
@@ -491,7 +491,7 @@ def test_keys_that_are_no_numbers_spoil_no_token_beside_them(bad, few, device, m
 @emulates
 @pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 def test_tokens_by_slots_on_hopper(few, emulated, monkeypatch):
-    """Where blocks of a page multiply with four warps at once."""
+    """Blocks of a page multiply with four warps at once."""
     monkeypatch.setattr(cuda_banded, "takes_warpgroups", lambda layout, device: True)
     for order in (torch.randperm(384), torch.arange(384)):
         ours, theirs, *rest = stored_by_slots(*sides("klt4"), 128, 64, torch.bfloat16, "cpu", order, monkeypatch, few)
@@ -499,7 +499,7 @@ def test_tokens_by_slots_on_hopper(few, emulated, monkeypatch):
 
 
 def test_tokens_go_to_pages_of_several_slabs(device):
-    """Of two sequences with padding between, where each page says where it starts."""
+    """Two sequences have padding between, and each page states where it starts."""
     key, value = sides("klt3")
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=64)
     static = static_params(key, value, HEADS, 64)
@@ -548,7 +548,8 @@ UNPACKED += [
     ids=lambda x: str(x) if isinstance(x, (int, tuple)) else None,
 )
 def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, dtype, device):
-    """Of two layers of two slabs, some cut short, one named by a number that the pool has not; other rows stay.
+    """The case has two layers in two slabs: some pages are cut short, and one has a number that the pool lacks. Other
+    rows stay.
 
     Judged in float64, to the rounding of a row's numbers and of its sums.
     """

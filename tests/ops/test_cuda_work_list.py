@@ -20,12 +20,12 @@ pytestmark = needs_emulation
 STRIDE = 10_000
 """Entries of a table's row."""
 EMPTY = 64 << 10
-"""What a unit without tokens counts."""
+"""Cost of a unit without tokens."""
 
 
 @dataclasses.dataclass
 class Part:
-    """What a list knows of a part: tokens [B], and what one chunk is."""
+    """Part of a list: tokens [B], and what one chunk is."""
 
     tokens: np.ndarray
     chunk: int = 64
@@ -271,7 +271,7 @@ def test_decode_steps_are_as_even_as_a_search_makes_them(batch, tokens, longest)
 
 @pytest.mark.parametrize("blocks", [1, 7, 132])
 def test_many_short_sequences_find_a_share(blocks):
-    """Where starts outweigh bytes by far: 2,500 answers of one page each, with a few raw tokens."""
+    """Starts outweigh bytes by far: 2,500 answers of one page each, with a few raw tokens."""
     one = np.full(2500, 64, np.int32)
     parts = [Part(one, cost=4608), Part(one // 64, 32, 100, False, 1)]
     lists, _ = segments_of(parts, blocks=blocks, repeats=2)

@@ -1,4 +1,4 @@
-"""Which kernel dense attention on a GPU asks for what: run by the reference here, on a GPU in test_long_queries."""
+"""Choice of kernels for dense attention on a GPU: run by the reference here, on a GPU in test_long_queries."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What kernels are told of a page: the header is what Python says, and a side's numbers are those of its layout."""
+"""Descriptor of a page for kernels: the header is what Python writes, and a side's numbers are those of its layout."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ EMULATED = [
     ],
 )
 def test_unpacked_rows_are_the_reference_rounded_once(case, device, request):
-    """Of pages in two slabs; a number that the pool has not is its last page's."""
+    """Pages lie in two slabs. A number that the pool lacks reads as its last page."""
     if device == "cpu":
         request.getfixturevalue("emulated")
     call = make(case, device)

@@ -295,7 +295,7 @@ def test_errors_stay_within_the_bound(name, bands, kind):
 
 
 def test_the_fitted_scale_beats_every_other_one_that_is_tried_and_the_maximum():
-    """Of integers, by definition; and of trellis codes."""
+    """The test covers integers, by definition, and trellis codes."""
     widths = (5, 3, 2, 1)
     x, s = torch.randn(200, 64) * torch.tensor([8.0, 2.0, 1.0, 0.5]).repeat_interleave(16), spec(widths)
     scale = scales.fitted_scales(x, s)

@@ -67,7 +67,7 @@ def test_what_codes_mean_is_coded_the_same_again(widths, head_dim, kind, levels)
 @pytest.mark.parametrize("kind", ["k", "v"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 def test_codes_of_every_width_come_back_from_what_they_mean_and_from_their_bytes(bits, kind, head_dim):
-    """Of keys the width stands beside all others."""
+    """Keys have the width beside all others."""
     count = head_dim // 16
     widths = (bits,) * count if kind == "v" else (bits, 6, 1, 3, 2, 4, 0, 5, 8, *(bits,) * count)[:count]
     codes = random_codes(widths, head_dim, 48)

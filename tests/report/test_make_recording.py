@@ -14,7 +14,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts(drawing: str, part: str) -> list[str]:
-    """What the elements of a class show, in order."""
+    """Return what the elements of a class show, in order."""
     root = ElementTree.fromstring(drawing)
     return [
         "".join(t.itertext())

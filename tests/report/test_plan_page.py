@@ -37,7 +37,7 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "SmolLM2-135M": 134_515_008,
 }
-"""What the hub states for them."""
+"""Parameters that the hub states for each model."""
 
 
 def test_the_listed_models_have_their_parameters():
@@ -87,7 +87,7 @@ def cases():
 
 
 def planned(case, folder):
-    """What `kvbits plan` answers: bytes left for the cache, and rows; None where it refuses."""
+    """Return what `kvbits plan` answers: bytes left for the cache, and rows; None if it refuses."""
     (folder / "config.json").write_text(json.dumps(CONFIGS[case["model"]]) if case["model"] else case["pasted"])
     options = f"--gpu-memory {shlex.quote(case['card'])} --gpus {case['gpus']} --context {case['context']}"
     command = (

@@ -399,7 +399,7 @@ def test_an_end_of_pages_that_no_blob_has_is_left_out(full):
 
 
 def test_pages_that_go_by_way_of_other_memory_are_the_same_and_checked(full, monkeypatch):
-    """What a GPU's pages do, on the CPU's memory."""
+    """The CPU's memory takes the way of a GPU's pages."""
     store, donor, files = full
     monkeypatch.setattr(transfer, "Reading", functools.partial(reading.Reading, staged=True))
     n, loaded = load(store)

@@ -57,7 +57,7 @@ def query(layer, heads=4, tokens=1):
 
 
 def one_pass(cache, tokens=1, layers=None):
-    """What a pass of some tokens gives, per layer."""
+    """Return what a pass of some tokens returns, per layer."""
     found = []
     for layer in range(len(cache.spec.layers)) if layers is None else layers:
         k = query(layer + 100, 2, tokens)

@@ -1,4 +1,6 @@
-"""What a store gives back is what was put, byte for byte; anything else is set aside by name and computed again."""
+"""Store that gives back what was put, byte for byte; it sets anything else aside by name, and the cache computes that
+again.
+"""
 
 import dataclasses
 import errno

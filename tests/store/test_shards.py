@@ -1,4 +1,6 @@
-"""What ranks of one number put, ranks of another load, byte for byte: heads are cut and joined, never quantized again."""
+"""Exchange between numbers of ranks: ranks of one number put, ranks of another load, byte for byte. Heads are cut and
+joined, never quantized again.
+"""
 
 import dataclasses
 import re

@@ -1,5 +1,5 @@
-"""Measure static scales, codebooks and bases: run a model over short prompts and see every key and value where the
-cache is written.
+"""Measurement of static scales, codebooks and bases: a model runs over short prompts and shows every key and value
+where it writes the cache.
 
     prompts = prompts_from_text(tokenizer, text)             # 128 windows of 256 tokens
     calibration = calibrate(model, prompts, "int8_static")   # 99.9th percentile per layer, head and group

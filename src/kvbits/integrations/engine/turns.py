@@ -1,4 +1,4 @@
-"""How far each layer's keys turn from a page to the next, for means of keys: `page_turn`."""
+"""Turn of each layer's keys from a page to the next, for means of keys: `page_turn`."""
 
 from __future__ import annotations
 

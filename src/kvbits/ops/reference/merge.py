@@ -1,4 +1,4 @@
-"""Merge attention over disjoint sets of keys into attention over their union.
+"""Merging of attention over disjoint sets of keys into attention over their union.
 
     lse = log(sum_i exp(lse_i)),   out = sum_i exp(lse_i - lse) * out_i
 

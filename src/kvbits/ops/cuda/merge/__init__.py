@@ -1,5 +1,5 @@
-"""Merge attention over disjoint sets of keys on a GPU: `ops.reference.merge` for 16-bit results, read once and written
-in their dtype.
+"""Merging of attention over disjoint sets of keys on a GPU: `ops.reference.merge` for 16-bit results, read once and
+written in their dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load compiled kernels and launch them: the few calls of the CUDA driver that are needed, through ctypes.
+"""Loading and launching of compiled kernels: the few calls of the CUDA driver that are needed, through ctypes.
 
 A launch passes one struct by value and costs a few microseconds of host time; nothing here synchronises or allocates.
 """
