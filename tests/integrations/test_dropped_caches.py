@@ -10,6 +10,7 @@ import torch
 import transformers
 from integrations.test_graphs import needs_compiler
 from integrations.test_huggingface import SMALL, ours, prompts, stock, tiny
+from nightly import at_night
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -71,14 +72,7 @@ def test_longrope_begins_the_cache_again_where_the_model_computes_anew(family, l
         assert cache.pages.seq_lens == [n + 23 for n in lengths for _ in range(rows // len(lengths))]
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        pytest.param([90], id="beyond", marks=pytest.mark.night),
-        pytest.param([50], id="crosses", marks=pytest.mark.night),
-        pytest.param([60, 33], id="padded"),
-    ],
-)
+@pytest.mark.parametrize("lengths", [*at_night([90], [50]), [60, 33]], ids=["beyond", "crosses", "padded"])
 def test_phi4_multimodal_is_right_where_transformers_forgets_the_prompt(lengths):
     """Past the limit Transformers goes on with one token and no history; truth is a model that caches nothing."""
     model, inputs = longrope("phi4_multimodal"), prompts(lengths)

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from nightly import at_night
 
 if importlib.util.find_spec("sglang_stand_ins") is None:
     pytest.skip("SGLang is not installed (tests/integrations/run_sglang_cpu.sh sets it up)", allow_module_level=True)
@@ -152,11 +153,7 @@ def in_chunks(length, hit=0):
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [
-        "kvbits_int8_centered",
-        *(pytest.param(f"kvbits_{n}", marks=pytest.mark.night) for n in ("int8", "int8k_int4v", "int4")),
-    ],
+    "backend", ["kvbits_int8_centered", *at_night("kvbits_int8", "kvbits_int8k_int4v", "kvbits_int4")]
 )
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, backend):
     """Prompts in chunks, decoding over page borders, and once more where the prompts are found in the radix cache, all
@@ -246,9 +243,7 @@ def test_sliding_windows_and_soft_caps(model, engine):
         )
 
 
-@pytest.mark.parametrize(
-    "backend", ["kvbits_klt4", *(pytest.param(f"kvbits_klt{n}", marks=pytest.mark.night) for n in (3, 2))]
-)
+@pytest.mark.parametrize("backend", ["kvbits_klt4", *at_night("kvbits_klt3", "kvbits_klt2")])
 def test_keys_in_a_calibrated_basis(model, engine, calibration, backend):
     """As above, past a frame of 512, without raw copies."""
     c = calibration("llama", backend.removeprefix("kvbits_"))
@@ -321,8 +316,10 @@ def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, ca
     ("backend", "more"),
     [
         ("kvbits_int8_centered", {}),
-        pytest.param("kvbits_int8_centered", {"hicache_write_policy": "write_back"}, marks=pytest.mark.night),
-        pytest.param("kvbits_klt4", {"hicache_io_backend": "direct"}, marks=pytest.mark.night),
+        *at_night(
+            ("kvbits_int8_centered", {"hicache_write_policy": "write_back"}),
+            ("kvbits_klt4", {"hicache_io_backend": "direct"}),
+        ),
     ],
 )
 def test_answers_behind_pages_of_host_memory_are_equal(model, engine, calibration, backend, more):
@@ -341,9 +338,7 @@ def test_answers_behind_pages_of_host_memory_are_equal(model, engine, calibratio
     assert sum(found) > 4 * 256
 
 
-@pytest.mark.parametrize(
-    "mixed", [pytest.param(False, marks=pytest.mark.night, id="overlap"), pytest.param(True, id="mixed")]
-)
+@pytest.mark.parametrize("mixed", [*at_night(False), True], ids=["overlap", "mixed"])
 def test_steps_that_overlap_or_are_of_prompts_and_single_tokens(model, engine, calibration, mixed):
     """SGLang prepares a step while the one before runs, unless told otherwise; it mixes where nobody asks for
     log-probabilities. Copies hold all tokens, so whatever is computed with what, tokens are the model's.

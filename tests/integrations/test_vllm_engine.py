@@ -25,6 +25,7 @@ from integrations.judged import (
     scheme_of,
     transformers_logprobs,
 )
+from nightly import at_night
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from kvbits.calibrate import checked
@@ -41,9 +42,8 @@ pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnin
 @pytest.mark.parametrize(
     "dtype",
     [
-        pytest.param(name, marks=pytest.mark.night if name == "kvbits_int8" else ())
-        for name, form in FORMATS.items()
-        if not form.calibrated
+        *(name for name, form in FORMATS.items() if not form.calibrated and name != "kvbits_int8"),
+        *at_night("kvbits_int8"),
     ],
 )
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, dtype):

@@ -31,13 +31,10 @@ from kvbits.model_ref import ModelRef
 from kvbits.spec import Override, Scheme
 
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
-DTYPES = ["kvbits_klt4", "kvbits_klt3", "kvbits_klt2"]
 KLT, FOUR = schemes.get("klt4", head_dim=64), schemes.get("int4", head_dim=64)
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(name, marks=pytest.mark.night if name != "kvbits_klt4" else ()) for name in DTYPES]
-)
+@pytest.mark.parametrize("dtype", ["kvbits_klt4", *at_night("kvbits_klt3", "kvbits_klt2")])
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):
     """Also over page borders while decoding, past a frame of 512, and again where the prompts are found in the prefix
     cache.

@@ -287,7 +287,7 @@ def test_learned_sinks(model, engine, calibration, dtype):
             check(model("gpt_oss")[0], scheme, prompt, result, [n for n in (cached, len(prompt) - cached) if n], c)
 
 
-@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", pytest.param("kvbits_int8k_int4v", marks=pytest.mark.night)])
+@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", *at_night("kvbits_int8k_int4v")])
 def test_learned_sinks_of_chunks_and_drafts(model, engine, dtype):
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = engine("gpt_oss", dtype, max_num_batched_tokens=96, enable_prefix_caching=False, speculative_config=ngram)
@@ -323,10 +323,7 @@ def recurrent():
         ("auto", {"attention_backend": "KVBITS"}, 1e-4),
         ("kvbits_int8_centered", {}, 0.02),
         ("kvbits_int4", COPIES, 0.1),
-        *(
-            pytest.param(*case, marks=pytest.mark.night)
-            for case in (("kvbits_int8", {}, 0.02), ("kvbits_int4", {}, 0.3), ("kvbits_klt4", {}, 0.1))
-        ),
+        *at_night(("kvbits_int8", {}, 0.02), ("kvbits_int4", {}, 0.3), ("kvbits_klt4", {}, 0.1)),
     ],
 )
 @pytest.mark.parametrize("name", ["granite", "lfm2"])
