@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from messages import raises
 
 from kvbits.errors import SpecError
 from kvbits.gpus import CARDS, MIB, SIZES, gpu_memory
@@ -64,7 +65,7 @@ def test_other_sizes_are_what_they_say():
         found = gpu_memory(text)
         assert found.nbytes == nbytes and found.said is None
     for text in ("80", "V100", "80Gb", "", "GB"):
-        with pytest.raises(SpecError, match="or name a card: L4"):
+        with raises(SpecError, "--gpu-memory", "'80'", "75GB", "L4"):
             gpu_memory(text)
 
 

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from commands import error, loads, run, run_json
+from messages import raises
 
 from kvbits import schemes
 from kvbits.cache.explain import ranges
@@ -72,13 +73,7 @@ def test_a_verdict_leads_to_no_windows_that_the_model_cannot_read():
 
 
 def test_windows_that_stay_raw_are_no_screen():
-    with pytest.raises(
-        SpecError,
-        match=(
-            r"'tiered_8k' keeps its newest .* windows of 512 tokens show nothing of its codes; give longer ones,"
-            r" --length \d+ for example"
-        ),
-    ):
+    with raises(SpecError, "tiered_8k", "512 tokens", "--length 5504"):
         check(tiny.model(), IDS, "tiered_8k", progress=False)
     assert check(tiny.model(), IDS, "raw", progress=False).passed
 
@@ -223,11 +218,9 @@ def test_windows_too_short_for_a_scheme_are_refused_before_the_model_loads(monke
     layers = layer_geometries(model.config)
     chosen = schemes.for_layers(scheme, layers)
     require_length(chosen, layers, least)
-    with pytest.raises(
-        SpecError, match=f"windows of {length} tokens show nothing of its codes; give longer ones, --length "
-    ):
+    with raises(SpecError, scheme, f"{length} tokens", "--length"):
         require_length(chosen, layers, length)
-    with pytest.raises(SpecError, match="show nothing of its codes"):
+    with raises(SpecError, scheme, f"{length} tokens", "--length"):
         check(model, torch.zeros(1, length, dtype=torch.int64), chosen)
 
 

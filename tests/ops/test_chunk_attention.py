@@ -10,6 +10,7 @@ import torch
 from dense_model import dense_attention
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import raises
 from nightly import at_night
 from ops.cuda_cases import relative_error
 
@@ -125,7 +126,7 @@ def test_tensors_that_do_not_fit_together_are_refused(attend_fresh):
         (q[:, :, :3], k, v, positions),
         (q, k[..., :8], v, positions),
     ):
-        with pytest.raises(DataError, match="must be"):
+        with raises(DataError, "[2, 40, H, 16]", "[2, 39, 2, 16]"):
             attend_fresh(*bad, 0.3, None, None)
 
 
@@ -182,7 +183,7 @@ def test_every_refusal_is_a_sentence():
         chunk_attention.choose(q, v, None).backend == "cpu"
         and chunk_attention.choose(q, v, None, "reference").backend == "reference"
     )
-    with pytest.raises(SpecError, match="softcap"):
+    with raises(SpecError, "softcap", "backend='auto'"):
         chunk_attention.choose(q, v, 3.0, "cpu")
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import raises
 from nightly import at_night
 from ops import by_hand
 from ops.cpu_cases import (
@@ -127,7 +128,7 @@ def test_kvquant_pages_are_unpacked_by_the_reference(fmt):
         choice = case.plan().choice
         assert choice.backend == "reference" and "codebooks, outliers or keys before" in choice.refusals["cpu"]
         assert_close(case.attend(), case.exact(), 1e-5)
-        with pytest.raises(SpecError, match="codebooks, outliers or keys before"):
+        with raises(SpecError, "codebooks", "outliers", "backend='auto'"):
             case.attend("cpu")
 
 
@@ -365,7 +366,7 @@ def test_variables_that_cannot_be_had_are_errors(variable, value, known):
 
 
 def test_tiers_that_there_are_not_are_not_switched_to():
-    with pytest.raises(UnsupportedError, match="sse9"):
+    with raises(UnsupportedError, "sse9", "avx2", "generic"):
         library.set_tier("sse9")
 
 
@@ -397,7 +398,7 @@ def test_refusals_name_the_reason():
     case = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
     assert case.plan().choice.backend == "cpu"
     assert "float64" in case.plan(dtype=torch.float64).choice.refusals["cpu"]
-    with pytest.raises(UnsupportedError, match="cpu: pages are on cuda, not on the CPU"):
+    with raises(UnsupportedError, "cpu", "cuda"):
         case.plan(device="cuda")
     case = random_call(QuantSpec(format="int8", granularity=PerGroup(2)), QuantSpec(format="int8"))
     assert "groups of 2 channels" in case.plan().choice.refusals["cpu"]

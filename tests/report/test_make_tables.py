@@ -11,6 +11,7 @@ from pathlib import Path
 
 import make_tables as tables
 import pytest
+from messages import raises
 from run_files import outdated
 from speeds import gpu_latest, gpu_speeds, in_words, kernel_groups
 from tails_file import tails_of
@@ -68,7 +69,7 @@ def test_a_table_is_replaced_between_its_markers(folder):
     )
     assert new.count("old") == 1
     assert tables.put_into(new, part) == new
-    with pytest.raises(SpecError, match="no place for the table"):
+    with raises(SpecError, "scheme-table", "docs/make_tables.py"):
         tables.put_into("nothing", part)
 
 

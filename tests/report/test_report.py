@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from browser import DARK, browse, needs_browser
 from commands import run, run_json
+from messages import raises
 
 import kvbits
 from kvbits import schemes
@@ -81,7 +82,7 @@ def test_of_a_model_in_several_dtypes_the_coarsest_is_taken(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "tiny" / "fidelity")
     assert [m.facts["dtype"] for m in collect(tmp_path).as_used.values()] == ["float32"]
-    with pytest.raises(SpecError, match="no results of the task fidelity, only of attention"):
+    with raises(SpecError, "fidelity", "attention", "kvbits eval MODEL --tasks fidelity"):
         shutil.rmtree(tmp_path / "tiny-float32" / "fidelity")
         markdown.scheme_rows(collect(tmp_path))
     assert markdown.report(collect(tmp_path)).startswith("# What few bits cost\n\n## tiny: attention"), (
@@ -98,20 +99,14 @@ def test_results_of_other_settings_or_chains_are_not_shown_beside_each_other(fol
     one.write_text(json.dumps(data | {"settings": data["settings"] | {"calibration": "ab"}}))
     collect(tmp_path)
     one.write_text(json.dumps(data | {"settings": data["settings"] | {"length": 9}}))
-    with pytest.raises(
-        SpecError,
-        match=(
-            r"tiny/fidelity/int4.json was measured on something else than 16-bit.json beside it: length is 9 here and"
-            rf" {length}"
-        ),
-    ):
+    with raises(SpecError, "tiny/fidelity/int4.json", "16-bit.json", "length", 9, length):
         collect(tmp_path)
     for path, chain in ((one, "ab"), (base, "cd")):
         data = json.loads(path.read_text()) | {"settings": data["settings"]}
         data.pop("sum", None)
         data["items"][key]["chain_sha256"] = chain
         path.write_text(json.dumps(data))
-    with pytest.raises(SpecError, match=f"{re.escape(key)} is a different chain; measure it again"):
+    with raises(SpecError, "tiny/fidelity/int4.json", "16-bit.json", key):
         collect(tmp_path)
 
 
@@ -268,7 +263,7 @@ def test_schemes_whose_windows_stayed_raw_are_no_part_of_the_scheme_table(folder
 
 
 def test_no_results_is_an_error(tmp_path):
-    with pytest.raises(SpecError, match="holds no results"):
+    with raises(SpecError, tmp_path, "kvbits eval", "--out"):
         collect(tmp_path)
 
 

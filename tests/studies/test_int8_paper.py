@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 import run_files
 import torch
+from messages import raises
 from typer.testing import CliRunner
 
 from kvbits.errors import DataError
@@ -157,19 +158,19 @@ def test_the_command_reports_every_stage_and_kernel(tiny, tmp_path):
 def test_a_wrong_kernel_has_no_speed(tiny, monkeypatch):
     good = cpu.quantize
     monkeypatch.setattr(cpu, "quantize", lambda *a, **k: good(*a, **k) + 1)
-    with pytest.raises(study.KernelError, match="differs from the reference"):
+    with raises(study.KernelError, "CPU kernel", "reference"):
         study.run(["a"])
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, parts",
     [
-        ({"cases": ["nothing"]}, "unknown case 'nothing'; known: small"),
-        ({"cases": ["small"], "cpu_rows": 0}, "at least one row"),
+        ({"cases": ["nothing"]}, ("'nothing'", "small")),
+        ({"cases": ["small"], "cpu_rows": 0}, ("cpu_rows=0", "one row")),
     ],
 )
-def test_bad_input_is_named(options, message):
-    with pytest.raises(DataError, match=message):
+def test_bad_input_is_named(options, parts):
+    with raises(DataError, *parts):
         study.run(**options)
 
 
