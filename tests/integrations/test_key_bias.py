@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 from commands import loads, run
+from messages import warns
 
 import kvbits
 from kvbits import schemes
@@ -34,13 +35,7 @@ def test_weak_schemes_share_few_steps_between_the_channels_of_a_key():
 def test_for_model_warns_and_names_a_fit_preset(scheme, fit):
     model = tiny.model(key_bias=200.0)
     assert key_bias(model) == 200 > KEY_BIAS
-    with pytest.warns(
-        KvbitsWarning,
-        match=(
-            f"scheme '{scheme}' is unfit for LlamaForCausalLM, which adds a bias of up to 200 to its keys: .*take"
-            f" '{fit}'"
-        ),
-    ):
+    with warns(KvbitsWarning, f"'{scheme}'", "LlamaForCausalLM", 200, f"'{fit}'", "kvbits check"):
         kvbits.KVCache.for_model(model, scheme)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

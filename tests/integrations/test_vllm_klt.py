@@ -16,6 +16,7 @@ import torch
 from integrations import vllm_cpu
 from integrations.inside_vllm import generate, said
 from integrations.judged import MODELS, VOCABULARY, check, distance, random_ids, scheme_of
+from messages import raises
 from nightly import at_night
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -267,7 +268,7 @@ def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, 
 def test_a_draft_model_that_cannot_be_calibrated_has_another_format(model, engine, calibration, monkeypatch, tmp_path):
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     given, path, prompt = said(calibration("llama"), calibrate=False), model("other")[1], random_ids(50)
-    with pytest.raises(CalibrationError, match='none may be made: .* "kv_cache_dtype": "kvbits_int8_centered"'):
+    with raises(CalibrationError, path, "kvbits calibrate", '"kv_cache_dtype": "kvbits_int8_centered"'):
         engine("llama", "kvbits_klt4", **given, **drafts(path))
     llm = engine("llama", "kvbits_klt4", **given, **drafts(path, kv_cache_dtype="kvbits_int8_centered"))
     check(model("llama")[0], None, prompt, generate(llm, [prompt])[0])
@@ -340,9 +341,9 @@ def test_pages_arrive_from_another_engine_and_are_read_packed(model, engine, cal
 
 
 def test_calibrations_that_are_missing_or_of_others_are_refused(engine, calibration, tmp_path):
-    with pytest.raises(CalibrationError, match="made for another model"):
+    with raises(CalibrationError, calibration("gemma3").path, "kvbits calibrate"):
         engine("llama", "kvbits_klt4", **said(calibration("gemma3")))
-    with pytest.raises(FileFormatError, match="cannot read"):
+    with raises(FileFormatError, tmp_path / "none", "kvbits calibrate"):
         engine("llama", "kvbits_klt4", **said(dataclasses.replace(calibration("llama"), path=str(tmp_path / "none"))))
 
 
@@ -350,11 +351,11 @@ def test_a_calibration_is_found_or_made_once(model, engine, monkeypatch, tmp_pat
     """By a process of its own, for all widths; the other door finds it too."""
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     none = {"additional_config": {"kvbits": {"calibrate": False, "raw_newest": 0}}}
-    with pytest.raises(CalibrationError, match="none may be made: run `kvbits calibrate"):
+    with raises(CalibrationError, "kvbits calibrate"):
         engine("llama", "kvbits_klt4", **none)
     path = model("llama")[1]
     # it has no tokenizer
-    with pytest.raises(CalibrationError, match="made no calibration: .*; run `kvbits calibrate .* --engine vllm"):
+    with raises(CalibrationError, path, "kvbits calibrate", "--engine vllm"):
         engine("llama", "kvbits_klt3")
     tiny.tokenizer().save_pretrained(path)
     generate(engine("llama", "kvbits_klt3"), [random_ids(20)])
