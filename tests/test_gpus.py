@@ -47,7 +47,7 @@ def test_a_size_that_cards_are_called_by_is_the_least_of_these():
     for size in (24, 40, 48, 80, 96, 141):
         found = gpu_memory(f"{size}GB")
         assert found.nbytes == min(mib for s, mib in CARDS.values() if s == size) * MIB
-        assert SIZES[size] in found.said and f"{size}GB is taken as" in found.said and f"{size}GiB" in found.said
+        assert SIZES[size] in found.said and f"{size}GB" in found.said and f"{size}GiB" in found.said
     assert gpu_memory("80GB").nbytes == pytest.approx(85 * GB, rel=0.002), (
         "an 80 GB card has more than 80 x 10**9 bytes"
     )

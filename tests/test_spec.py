@@ -200,61 +200,61 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda: QuantSpec(format="int5"), ["'int5'", "int8, int4, int3, int2"]),
-        (lambda: QuantSpec(scale_dtype="int8"), ["'int8'", "float16, bfloat16, float32"]),
-        (lambda: QuantSpec(center="token"), ["'token'", "None, channel"]),
-        (lambda: QuantSpec(granularity="PerToken"), ["'PerToken'", "PerTensor, PerToken, PerChannel, PerGroup"]),
-        (lambda: QuantSpec(granularity=PerGroup), ["PerGroup", "PerTensor, PerToken, PerChannel, PerGroup"]),
+        (lambda: QuantSpec(format="int5"), ["'int5'", "int8", "int4", "int3", "int2"]),
+        (lambda: QuantSpec(scale_dtype="int8"), ["'int8'", "float16", "bfloat16", "float32"]),
+        (lambda: QuantSpec(center="token"), ["'token'", None, "channel"]),
+        (lambda: QuantSpec(granularity="PerToken"), ["'PerToken'", "PerTensor", "PerToken", "PerChannel", "PerGroup"]),
+        (lambda: QuantSpec(granularity=PerGroup), ["PerGroup", "PerTensor", "PerToken", "PerChannel"]),
         (lambda: QuantSpec(format="fp8_e4m3", symmetric=False), ["fp8_e4m3", "symmetric=True"]),
         (lambda: QuantSpec(format="raw"), ["QuantSpec.raw()"]),
         (lambda: QuantSpec(granularity=PerTensor()), ["static=True"]),
-        (lambda: QuantSpec(granularity=PerToken(), static=True), ["per-token", "PerGroup(size) or PerChannel()"]),
+        (lambda: QuantSpec(granularity=PerToken(), static=True), ["per-token", "PerGroup(size)", "PerChannel()"]),
         (lambda: QuantSpec(static=True, center="channel"), ["symmetric=False"]),
-        (lambda: QuantSpec(granularity=PerChannel(), symmetric=False, center="channel"), ["drop center"]),
-        (lambda: PerGroup(0), ["size=0", "from 2", "32, 64 and 128"]),
+        (lambda: QuantSpec(granularity=PerChannel(), symmetric=False, center="channel"), ["center"]),
+        (lambda: PerGroup(0), ["size=0", "from 2", 32, 64, 128]),
         # kernels take one channel for PerChannel(), whose scales lie elsewhere
         (lambda: PerGroup(1), ["size=1", "from 2"]),
         (lambda: PerGroup(-8), ["size=-8", "from 2"]),
         (lambda: PerGroup(32.0), ["size=32.0", "whole number"]),
-        (lambda: QuantSpec().num_groups(80), ["head_dim=80", "group_size=64", "group_size=16 or per-token scales"]),
-        (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "use per-token scales"]),
+        (lambda: QuantSpec().num_groups(80), ["head_dim=80", "group_size=64", "group_size=16", "per-token"]),
+        (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "per-token"]),
         (
             lambda: Scheme(name="x", key=PRESETS["klt4"].key, value=PRESETS["nuq4"].value),
-            ["nuq4 values", "trellis or integer values"],
+            ["nuq4 values", "trellis", "integer"],
         ),
         (
             lambda: Override(layers=(0,), key=PRESETS["klt4"].key, value=QuantSpec(outliers=0.01)),
             ["int8 values with outliers=0.01"],
         ),
         *(
-            (lambda name=name: get("klt2", **{name: None}), [f"{name}=None", f"a tuple of {kind}", f"{name}=()"])
+            (lambda name=name: get("klt2", **{name: None}), [f"{name}=None", "tuple", kind, f"{name}=()"])
             for name, kind in (("copies", "Copies"), ("tiers", "Tier"), ("overrides", "Override"))
         ),
-        (lambda: Scheme(name="a/b", key=RAW, value=RAW), ["name='a/b'", "without '/' and zero bytes", "'mine'"]),
-        (lambda: Scheme(name="a\0b", key=RAW, value=RAW), [r"name='a\x00b'", "without '/' and zero bytes"]),
+        (lambda: Scheme(name="a/b", key=RAW, value=RAW), ["name='a/b'", "'/'", "'mine'"]),
+        (lambda: Scheme(name="a\0b", key=RAW, value=RAW), [r"name='a\x00b'", "zero bytes"]),
         (
             lambda: Scheme(name="x", key=RAW, value=RAW, page_size=0),
-            ["page_size=0", "from 32", "multiple of 32", "64 or 128"],
+            ["page_size=0", "from 32", "multiple of 32", 64, 128],
         ),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=-64), ["page_size=-64", "from 32", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=48), ["page_size=48", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=64.0), ["page_size=64.0", "multiple of 32"]),
         (
             lambda: Scheme(name="x", key=RAW, value=RAW, num_sink_tokens=-1),
-            ["num_sink_tokens=-1", "from 0", "0 means none"],
+            ["num_sink_tokens=-1", "from 0"],
         ),
         (
             lambda: Scheme(name="x", key=RAW, value=RAW, residual_length=-5),
-            ["residual_length=-5", "from 0", "0 means none"],
+            ["residual_length=-5", "from 0"],
         ),
         (lambda: LayerGeometry(num_kv_heads=0, head_dim=64), ["num_kv_heads=0", "from 1"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=0), ["head_dim=0", "multiple of 8"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=100), ["head_dim=100", "multiple of 8"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=64, sliding_window=0), ["sliding_window=0", "from 1", "None"]),
-        (lambda: CacheSpec(scheme=PRESETS["int8"], layers=()), ["at least one layer"]),
+        (lambda: CacheSpec(scheme=PRESETS["int8"], layers=()), ["layer"]),
         (
             lambda: CacheSpec(scheme=PRESETS["int8"], layers=(GEOMETRY,), raw_dtype="float64"),
-            ["'float64'", "float16, bfloat16, float32"],
+            ["'float64'", "float16", "bfloat16", "float32"],
         ),
         (
             lambda: CacheSpec(scheme=PRESETS["int8"], layers=(LayerGeometry(num_kv_heads=2, head_dim=80),)),
@@ -272,12 +272,10 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
     ],
 )
 def test_refusals_name_the_value_the_limit_and_the_way_out(make, parts):
-    with pytest.raises(SpecError) as refusal:
+    with raises(SpecError, *parts) as refusal:
         make()
     assert isinstance(refusal.value, ValueError)
     assert isinstance(refusal.value, KvbitsError)
-    for part in parts:
-        assert part in str(refusal.value)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, True, 64.5, 64.0, "64", [64], 2**64, 10**30, -64], ids=repr)

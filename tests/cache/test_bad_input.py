@@ -32,32 +32,30 @@ def qkv(batch=1, tokens=3, heads=2, head_dim=64, dtype=torch.float32, group=2):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda q, k, v: (q, k[:, :2], v), ["keys of layer 0", "(1, 2, 2, 64)", "expected (1, 3, 2, 64)"]),
-        (lambda q, k, v: (q, k, v[..., :32]), ["values of layer 0", "(1, 3, 2, 32)", "expected (1, 3, 2, 64)"]),
-        (lambda q, k, v: (q, k[:, :, :1], v[:, :, :1]), ["keys of layer 0", "(1, 3, 1, 64)", "expected (1, 3, 2, 64)"]),
-        (lambda q, k, v: (q, k[0], v[0]), ["keys of layer 0", "(3, 2, 64)", "expected (1, 3, 2, 64)"]),
-        (lambda q, k, v: (q[0], k, v), ["queries of layer 0", "(3, 4, 64)", "4 dimensions"]),
-        (lambda q, k, v: (q[:, :, :3], k, v), ["queries of layer 0", "(1, 3, 3, 64)", "multiple of 2"]),
-        (lambda q, k, v: (q[:, :, :0], k, v), ["queries of layer 0", "(1, 3, 0, 64)", "multiple of 2"]),
-        (lambda q, k, v: (q[..., :32], k, v), ["queries of layer 0", "head_dim 64"]),
+        (lambda q, k, v: (q, k[:, :2], v), ["keys", "layer 0", "(1, 2, 2, 64)", "(1, 3, 2, 64)"]),
+        (lambda q, k, v: (q, k, v[..., :32]), ["values", "layer 0", "(1, 3, 2, 32)", "(1, 3, 2, 64)"]),
+        (lambda q, k, v: (q, k[:, :, :1], v[:, :, :1]), ["keys", "layer 0", "(1, 3, 1, 64)", "(1, 3, 2, 64)"]),
+        (lambda q, k, v: (q, k[0], v[0]), ["keys", "layer 0", "(3, 2, 64)", "(1, 3, 2, 64)"]),
+        (lambda q, k, v: (q[0], k, v), ["queries", "layer 0", "(3, 4, 64)", "4 dimensions"]),
+        (lambda q, k, v: (q[:, :, :3], k, v), ["queries", "layer 0", "(1, 3, 3, 64)", "multiple of 2"]),
+        (lambda q, k, v: (q[:, :, :0], k, v), ["queries", "layer 0", "(1, 3, 0, 64)", "multiple of 2"]),
+        (lambda q, k, v: (q[..., :32], k, v), ["queries", "layer 0", "head_dim 64"]),
         (
             lambda q, k, v: (q, k.half(), v),
-            ["keys of layer 0 are torch.float16", "built for float32", "raw_dtype='float16'"],
+            ["keys", "layer 0", "torch.float16", "float32", "raw_dtype='float16'"],
         ),
-        (lambda q, k, v: (q, k, v.bfloat16()), ["values of layer 0 are torch.bfloat16", "raw_dtype='bfloat16'"]),
-        (lambda q, k, v: (q.half(), k, v), ["queries of layer 0 are torch.float16", "built for float32"]),
-        (lambda q, k, v: (q, k.to("meta"), v), ["keys of layer 0 are on meta", "cache is on cpu", "device='meta'"]),
-        (lambda q, k, v: (q.to("meta"), k, v), ["queries of layer 0 are on meta", "cache is on cpu"]),
-        (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), ["1 sequence x 0 tokens is empty", "at least one token"]),
-        (lambda q, k, v: (q[:0], k[:0], v[:0]), ["0 sequences x 3 tokens is empty"]),
+        (lambda q, k, v: (q, k, v.bfloat16()), ["values", "layer 0", "torch.bfloat16", "raw_dtype='bfloat16'"]),
+        (lambda q, k, v: (q.half(), k, v), ["queries", "layer 0", "torch.float16", "float32"]),
+        (lambda q, k, v: (q, k.to("meta"), v), ["keys", "layer 0", "meta", "cpu", "device='meta'"]),
+        (lambda q, k, v: (q.to("meta"), k, v), ["queries", "layer 0", "meta", "cpu"]),
+        (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), ["1 sequence x 0 tokens"]),
+        (lambda q, k, v: (q[:0], k[:0], v[:0]), ["0 sequences x 3 tokens"]),
     ],
 )
 def test_wrong_tensors_are_refused_before_anything_changes(change, parts):
     cache = make()
-    with pytest.raises(DataError) as refusal:
+    with raises(DataError, *parts):
         cache.step(0, *change(*qkv()), scaling=1.0)
-    for part in parts:
-        assert part in str(refusal.value)
     assert cache.batch_size == 0
     for layer in range(2):
         cache.step(layer, *qkv(), scaling=1.0)
@@ -67,18 +65,16 @@ def test_wrong_tensors_are_refused_before_anything_changes(change, parts):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda k, v: (torch.cat([k, k], 2), v), ["keys of layer 0", "(1, 3, 4, 64)", "expected (1, 3, 2, 64)"]),
-        (lambda k, v: (k, v[:, :2]), ["values of layer 0", "expected (1, 3, 2, 64)"]),
-        (lambda k, v: (k.half(), v), ["of layer 0 are torch.float16"]),
-        (lambda k, v: (k * float("nan"), v), ["keys of layer 0 holds nan"]),
+        (lambda k, v: (torch.cat([k, k], 2), v), ["keys", "layer 0", "(1, 3, 4, 64)", "(1, 3, 2, 64)"]),
+        (lambda k, v: (k, v[:, :2]), ["values", "layer 0", "(1, 3, 2, 64)"]),
+        (lambda k, v: (k.half(), v), ["layer 0", "torch.float16"]),
+        (lambda k, v: (k * float("nan"), v), ["keys", "layer 0", "nan"]),
     ],
 )
 def test_wrong_tensors_to_append_are_refused_before_anything_changes(change, parts):
     cache = make()
-    with pytest.raises(DataError) as refusal:
+    with raises(DataError, *parts):
         cache.append(0, *change(*qkv()[1:]))
-    for part in parts:
-        assert part in str(refusal.value)
     assert cache.batch_size == 0
 
 

@@ -62,19 +62,11 @@ def test_a_scale_that_overflows_names_the_place_and_loses_nothing(backend, side)
     cache, clean = overflowing(backend, side)
     waiting = cache.dequantize(1, 1)
     more = tokens_of(2, 1, 64)
+    place = "keys" if side == "k" else "values", "layer 1", "tokens 32 to 63", "sequence 1"
+    way_out = "scale_dtype='float32'", "'bfloat16'", "'int8'", "raw", "Override", "crop", "free", "select"
     for _ in range(2):  # every time
-        with pytest.raises(DataError) as refusal:
+        with raises(DataError, *place, "7.87e+06", "float16", 65504, *way_out):
             forward(cache, more)
-        for part in (
-            f"{'keys' if side == 'k' else 'values'} of layer 1, page of tokens 32 to 63 of sequence 1: ",
-            "of magnitude 7.87e+06 overflows float16",
-            (
-                "use scale_dtype='float32' or 'bfloat16' (float16 ends at 65504) in the specs of scheme 'int8', or keep"
-                " layer 1 raw (an Override)"
-            ),
-            "Nothing was stored in this pass; crop or free sequence 1, or select the others, which can then continue",
-        ):
-            assert part in str(refusal.value)
         assert not cache.in_pass and cache.seq_lens == [64, 64]
         check_books(cache)
         poison_free_pages(cache)

@@ -136,14 +136,8 @@ def test_a_loaded_cache_that_is_full_says_what_it_was_built_for_and_can_be_loade
     path = tmp_path / "cache"
     pair.cache.save(path)
     loaded = PagedCache.load(path, backend="reference")
-    with pytest.raises(PoolFullError) as refusal:
+    with raises(PoolFullError, "3 sequences", "200 tokens", "151 tokens", "3 x 400", "load(.., grow=True)"):
         loaded.begin(3, 400)
-    for part in (
-        "a cache built for 3 sequences of 200 tokens, now of 151 tokens, was given 3 x 400",
-        "a saved one, with load(.., grow=True)",
-    ):
-        assert part in str(refusal.value)
-    assert "1 more page but" in str(refusal.value) or "more pages but" in str(refusal.value)
     pair.cache = PagedCache.load(path, backend="reference", grow=True)
     pair.model.fixed = False
     pair.append(3, 400)

