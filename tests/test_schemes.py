@@ -107,7 +107,7 @@ def test_a_list_of_schemes_is_expanded_in_order_each_once(tmp_path):
 
 @pytest.mark.parametrize("name", ["int4", "", ".."])
 def test_a_scheme_of_ones_own_needs_a_name_that_results_can_go_by(name):
-    with raises(SpecError, "'int4'"):
+    with raises(SpecError, repr(name)):
         schemes.expand([dataclasses.replace(PRESETS["int4"], name=name)])
 
 
@@ -142,5 +142,5 @@ def test_files_and_names_of_rotated_integers_say_what_to_take_instead():
     key = PRESETS["int4"].to_json().split('"key": ')[1].split(', "value"')[0]
     for old, new in (('"basis": null', '"basis": "hadamard"'), ('"basis": null', '"basis": null, "rotated": true')):
         assert old in key
-        with raises(SpecError, "'int4'", "klt4"):
+        with raises(SpecError, "klt4"):
             Scheme.from_json(PRESETS["int4"].to_json().replace(key, key.replace(old, new), 1))

@@ -227,7 +227,7 @@ def test_bad_arguments_are_named():
         KVCache.for_model(model, schemes.get("int8"))
     cache = KVCache.for_model(tiny("qwen3"), "raw")
     for wrong in (3, -1.5, "5", None, torch.tensor(-1.5)):
-        with raises(DataError, "tokens_to_remove=3", 0):
+        with raises(DataError, f"tokens_to_remove={wrong!r}", 0):
             cache.crop(wrong)
     with raises(UnsupportedError, "KVCache"):
         cache.layers[0].crop(-1)
@@ -391,7 +391,7 @@ def test_sequences_are_chosen_as_in_the_stock_cache(kept):
     cache = KVCache.for_model(model, "int8")
     model(**inputs, past_key_values=cache)
     for wrong in ([True], [[True, False], [False, True]], [2], [-1], [0.0], 1):
-        with raises(DataError, "indices=[True]", "2 sequences", 0, 1):
+        with raises(DataError, f"indices={wrong}", "2 sequences", 0, 1):
             cache.batch_select_indices(wrong)
     cache.batch_select_indices(kept)
     assert cache.pages.seq_lens == [30] and cache.columns.valid.sum(1).tolist() == [30]

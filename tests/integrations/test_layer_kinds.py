@@ -157,9 +157,9 @@ def test_states_are_counted_and_cannot_be_stored_in_files(recurrent, tmp_path):
     ]
     assert cache.state_nbytes == sum(x.nbytes for x in held if x is not None) > 0
     assert cache.nbytes == cache.pages.nbytes + cache.state_nbytes
-    with raises(UnsupportedError, "1 layer", "recurrent states", "index keys", "copy.deepcopy(cache)"):
+    with raises(UnsupportedError, "recurrent states", "index keys", "copy.deepcopy(cache)"):
         cache.save(tmp_path / "cache.kvbits")
-    with raises(UnsupportedError, "1 layer", "KVCache.for_model", "copy.deepcopy"):
+    with raises(UnsupportedError, "KVCache.for_model", "copy.deepcopy"):
         KVCache.from_prefix(recurrent, ids(1), store=PrefixStore(tmp_path))
 
 
@@ -374,7 +374,7 @@ def test_dense_copies_are_of_the_same_pages(config):
     family = [f for f in FAMILIES if f.config == config][-1]
     with families.quiet(), torch.no_grad():
         model, x = families.build(family), ids(2, 300)
-        with raises(UnsupportedError, "BloomForCausalLM", "KVCache.for_model(model, .., dense=True)"):
+        with raises(UnsupportedError, type(model).__name__, "KVCache.for_model(model, .., dense=True)"):
             KVCache.for_model(model, "int8")
         cache, stock = KVCache.for_model(model, "int8", dense=True), transformers.DynamicCache(config=model.config)
         found = [

@@ -59,7 +59,7 @@ def test_a_prompt_with_an_image_is_refused_and_one_of_words_is_stored(tmp_path, 
     call = with_image(model)
     words = torch.randint(3, 80, (1, 100), generator=torch.Generator().manual_seed(3))
     want = model.generate(words, **GREEDY)
-    with raises(UnsupportedError, "4 tokens", "id 96", "image_token_index", "KVCache.for_model", "copy.deepcopy"):
+    with raises(UnsupportedError, "tokens", type(model).__name__, "KVCache.for_model", "copy.deepcopy"):
         KVCache.from_prefix(model, call["input_ids"], store=store, scheme="raw")
     assert store.explain()["files"] == 0
     with families.quiet():
@@ -180,7 +180,7 @@ def test_virtual_tokens_are_refused_by_name(tmp_path, kind):
     model = adapted(getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **VIRTUAL.get(kind, {})))
     store = PrefixStore(tmp_path)
     ids = torch.arange(3, 43)[None]
-    with raises(UnsupportedError, "(PROMPT_TUNING)", "KVCache.for_model"):
+    with raises(UnsupportedError, model.active_peft_config.peft_type.value, "KVCache.for_model"):
         KVCache.from_prefix(model, ids, store=store, scheme="raw")
     if kind == "PrefixTuningConfig":
         with raises(UnsupportedError, "PREFIX_TUNING"):
@@ -253,7 +253,7 @@ class SoftLlama(transformers.LlamaForCausalLM):
 @pytest.mark.parametrize("wrap", [Soft, lambda model: SoftLlama(model.config).eval()])
 def test_what_a_wrapper_puts_in_front_is_never_stored(tmp_path, wrap):
     model, store = wrap(tiny("llama")), PrefixStore(tmp_path)
-    with raises(UnsupportedError, "Soft", "inputs_embeds", "KVCache.for_model"):
+    with raises(UnsupportedError, type(model).__name__, "KVCache.for_model"):
         KVCache.from_prefix(model, torch.arange(3, 43)[None], store=store, scheme="raw")
     assert store.explain()["files"] == 0
 

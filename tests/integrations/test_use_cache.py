@@ -88,7 +88,7 @@ def test_a_pass_that_says_no_fills_the_cache_and_returns_it(family, positional):
     model = tiny(family)
     want = model(IDS).logits
     cache = KVCache.for_model(model, "raw")
-    with torch.no_grad(), warns(KvbitsWarning, "LlamaForCausalLM", "use_cache=False"):
+    with torch.no_grad(), warns(KvbitsWarning, type(model).__name__, "use_cache=False"):
         parts = [model(IDS[:, :30], use_cache=False, **passed(model, cache))]
         model.config.use_cache = False
         parts.append(model(*[IDS[:, 30:]], **passed(model, cache)))

@@ -119,14 +119,14 @@ def test_tensors_of_any_strides_are_read_as_they_are(attend_fresh, window, group
 def test_tensors_that_do_not_fit_together_are_refused(attend_fresh):
     q, k, v = chunk(2)
     positions = torch.arange(40).repeat(2, 1)
-    for bad in (
-        (q, k[:, :39], v, positions),
-        (q, k, v[:1], positions),
-        (q, k, v, positions[0]),
-        (q[:, :, :3], k, v, positions),
-        (q, k[..., :8], v, positions),
+    for bad, parts in (
+        ((q, k[:, :39], v, positions), ("k", "[2, 40, H, 16]", "[2, 39, 2, 16]")),
+        ((q, k, v[:1], positions), ("v", "[2, 40, 2]", "[1, 40, 2, 16]")),
+        ((q, k, v, positions[0]), ("positions", "[2, 40]", "[40]")),
+        ((q[:, :, :3], k, v, positions), (3, 2)),
+        ((q, k[..., :8], v, positions), ("k", "[2, 40, H, 16]", "[2, 40, 2, 8]")),
     ):
-        with raises(DataError, "[2, 40, H, 16]", "[2, 39, 2, 16]"):
+        with raises(DataError, *parts):
             attend_fresh(*bad, 0.3, None, None)
 
 

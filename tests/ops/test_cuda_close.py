@@ -104,7 +104,7 @@ def test_bad_input_is_named():
     for value in (float("nan"), float("inf"), -float("inf")):
         bad = good.clone()
         bad[0, 2, 5, 7] = value
-        with raises(DataError, "values", "(0, 2, 5, 7)"):
+        with raises(DataError, "values", value, "(0, 2, 5, 7)"):
             cuda.close(good, bad, store, np.array([0]))
     with raises(DataError, "keys", "float16"):
         cuda.close(good * 1e7, good, store, np.array([1]))

@@ -310,7 +310,7 @@ def test_tokens_by_slots_are_those_of_pages_that_close(name, head_dim, page_size
     assert bool((one[[0, 1, 2, 4]] == 0x11).all()) and bool((one[3] != 0x11).any())
     with raises(DataError, "starts"):
         store_cuda.store(*rows, PageStore(layout, (found,), static), slots)
-    with raises(DataError, "starts", "torch.int32", "[256]"):
+    with raises(DataError, "starts", "torch.int32", [len(slots)]):
         store_cuda.store(*rows, PageStore(layout, (found,), static), slots, starts=first[:3])
 
 
@@ -589,7 +589,7 @@ def test_bad_input_is_named(device):
     with raises(DataError, "values", "float8_e5m3", "raw", "Override"):
         closed(key, value, x, x * 1e7, device)
     for bad in (torch.nan, torch.inf, -torch.inf):
-        with raises(DataError, "keys", "nan"):
+        with raises(DataError, "keys", bad):
             closed(key, value, torch.where(x > 3, bad, x), x, device)
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=64)
     store = PageStore(layout, (torch.zeros(3, HEADS, layout.head_bytes, dtype=torch.uint8, device=device),), {})

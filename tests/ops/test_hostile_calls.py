@@ -101,7 +101,7 @@ def test_arguments_that_are_no_tensors_of_tokens(store):
     with raises(DataError, "PageStore"):
         store(**good | {"pages": PageStore(pages.layout, ())})
     for bad in (k.double(), k.int()):
-        with raises(DataError, "torch.float64", "torch.float16", "torch.bfloat16", "torch.float32"):
+        with raises(DataError, bad.dtype, "torch.float16", "torch.bfloat16", "torch.float32"):
             store(**good | {"k": bad, "v": bad})
     assert bool((pages.slabs[0] == 0xFF).all())
 

@@ -306,10 +306,10 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
         where.set_aside,
         lambda space, name: where.write(space, [(name, [memoryview(b"x")])]),
     ):
-        with raises(SpecError, repr(name)):
+        with raises(SpecError, repr(name)[:40]):
             call("ab" * 20, name)
     for space in ("..", "../x", "", "/"):
-        with raises(SpecError, repr(name)):
+        with raises(SpecError, repr(space)):
             where.open(space, "a" * 40 + ".0-1")
     assert [p.name for p in tmp_path.rglob("*")] == ["store"]
 
