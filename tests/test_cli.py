@@ -351,7 +351,7 @@ def test_a_card_holds_weights_reserve_and_users():
     text = text_of(f"{card} --gpus 2 --reserve 10%")
     assert "80.00 GB - 8.00 GB of weights (--weights) - 8.00 GB reserve = 64.00 GB" in text and "each GPU" in text
     few = f"{LLAMA} --gpu-memory 20GB --weights 16GB --context 64k --scheme bf16,kivi2"
-    assert run_json(few)["rows"][0]["max_batch"] == 0 and "not one user fits" in text_of(few)
+    assert run_json(few)["rows"][0]["max_batch"] == 0 and mentions(text_of(few), "16 bits", "user", "fits")
     assert run_json(f"{PLAN} --ram 16GB --weights 1GB --reserve 2GB")["memory_bytes"] == 13 * gb
 
 
@@ -484,8 +484,8 @@ def test_the_speed_of_small_caches_names_the_layers(tmp_path):
     heads = {"num_key_value_heads": 16, "num_attention_heads": 16, "sliding_window": 256}
     folder = configured(tmp_path / "g", model_type="gemma3_text", num_hidden_layers=12, **heads)
     text = text_of(f"plan {folder} --context 64k")
-    assert "the 10 layers with a window of 256" in text and "with full attention: a cache" not in text
-    assert "Speed of these layers" in text_of(f"{PLAN} --context 100")
+    assert mentions(text, "Speed", "10 layers", "window of 256") and text.count("Speed of") == 1
+    assert "Speed of" in text_of(f"{PLAN} --context 100")
 
 
 # -- schemes --------------------------------------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def test_schemes_lists_every_preset_the_core_s_first():
 def test_schemes_at_a_table_s_head_dim_print_the_table_s_bits():
     """The table of every cache is of a model with heads of 64 channels, the README's of heads of 128, and both say so."""
     page = (ROOT / "docs" / "results" / "evaluation.md").read_text()
-    dim = int(re.search(r"Both are those of \S+ \(`kvbits schemes --head-dim (\d+)`\)", page)[1])
+    dim = int(re.search(r"`kvbits schemes --head-dim (\d+)`", page)[1])
     printed, other = (
         {r["scheme"]: f"{r['bits_per_element']:.2f}" for r in run_json(command)["rows"]}
         for command in (f"schemes --head-dim {dim}", "schemes")
