@@ -65,7 +65,7 @@ def test_other_sizes_are_what_they_say():
         found = gpu_memory(text)
         assert found.nbytes == nbytes and found.said is None
     for text in ("80", "V100", "80Gb", "", "GB"):
-        with raises(SpecError, "--gpu-memory", repr(text), "75GB", "L4"):
+        with raises(SpecError, "--gpu-memory", repr(text), "bytes", "L4"):
             gpu_memory(text)
 
 

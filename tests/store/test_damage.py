@@ -306,7 +306,7 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
         where.set_aside,
         lambda space, name: where.write(space, [(name, [memoryview(b"x")])]),
     ):
-        with raises(SpecError, repr(name)[:40]):
+        with raises(SpecError, repr(name)):
             call("ab" * 20, name)
     for space in ("..", "../x", "", "/"):
         with raises(SpecError, repr(space)):
