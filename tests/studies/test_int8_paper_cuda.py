@@ -102,7 +102,7 @@ def test_wrong_calls_are_refused():
         cuda.quantize(x.t()[:, :2], torch.ones(2, device="cuda"))
     with raises(SpecError, "'magic'", "fast"):
         cuda.quantize(x, torch.ones(4, device="cuda"), kernel="magic")
-    with raises(SpecError, "naive", "kernel='fast'", 524288):
+    with raises(SpecError, "quantize_naive", "kernel='fast'", 524288):
         cuda.quantize(torch.zeros(65_536 * 8, 1, device="cuda"), torch.ones(1, device="cuda"), kernel="naive")
 
 
