@@ -1,4 +1,6 @@
-"""Poisoned memory, fixed seeds, few threads, the same random cases everywhere (random_cases.py)."""
+"""Poisoned memory, fixed seeds, few threads, a cache folder of the checkout, the same random cases everywhere
+(random_cases.py).
+"""
 
 import ctypes
 import os
@@ -28,6 +30,17 @@ def poisoned_page_memory():
     allocate = pool.allocate_slab
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "allocate_slab", lambda nbytes, device: allocate(nbytes, device).fill_(0xFF))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder():
+    """Calibrations, kernels and measurements are kept in build/, so tests never write to the user's cache folder. A folder
+    that the environment names is taken.
+    """
+    folder = os.environ.get("KVBITS_CACHE") or str(Path(__file__).parents[1] / "build" / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVBITS_CACHE", folder)
         yield
 
 

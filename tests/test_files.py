@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import raises
 from store_checks import cache_of, ids_of
 
 from kvbits import PrefixStore, files, schemes
@@ -18,10 +19,12 @@ from kvbits.spec import CacheSpec, LayerGeometry
 
 
 @pytest.mark.parametrize(
-    "bad", ["a\0b", "a\ud800", "a" * 5000, 5, None], ids=["zero byte", "half a character", "long", "number", "nothing"]
+    "bad, shown",
+    [("a\0b", r"a\x00b'"), ("a\ud800", r"a\ud800'"), ("a" * 5000, "characters"), (5, "5"), (None, "None")],
+    ids=["zero byte", "half a character", "long", "number", "nothing"],
 )
 @pytest.mark.parametrize("door", ["require_file", "require_folder", "save", "load", "find_model"])
-def test_what_is_no_path_is_refused(door, bad, tmp_path):
+def test_what_is_no_path_is_refused(door, bad, shown, tmp_path):
     path = str(tmp_path / bad) if isinstance(bad, str) else bad
     spec = CacheSpec(scheme=schemes.get("raw"), layers=(LayerGeometry(num_kv_heads=1, head_dim=64),))
     doors = {
@@ -31,7 +34,7 @@ def test_what_is_no_path_is_refused(door, bad, tmp_path):
         "load": lambda: PagedCache.load(path),
         "find_model": lambda: find_model(path, look_up=False),
     }
-    with pytest.raises(SpecError, match="is not a path|longer than a path can be|no such file"):
+    with raises(SpecError, shown):
         doors[door]()
     assert not list(tmp_path.iterdir())
 
@@ -42,9 +45,7 @@ def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path):
         lambda: files.require_file("/proc/x.json", "--out"),
         lambda: files.require_folder("/proc/x/y", "--out", writable=True),
     ):
-        with pytest.raises(
-            SpecError, match=r"--out /proc/x.*: nothing can be written in /proc \(.*\); name another folder"
-        ):
+        with raises(SpecError, "--out", "/proc"):
             call()
     assert files.require_folder("/proc/x", "--out") == Path("/proc/x")  # to read, it may be there one day
     assert files.require_file(tmp_path / "new", "--out") == tmp_path / "new" and not list(tmp_path.iterdir())
@@ -60,7 +61,7 @@ def test_a_file_takes_the_place_of_what_a_symlink_leads_to(tmp_path):
         with files.whole(tmp_path / name) as partial:
             partial.write_text("whole")
         assert (tmp_path / name).is_symlink() and (tmp_path / "there" / name).read_text() == "whole"
-    with pytest.raises(SpecError, match=r"the directory .*missing does not exist; create it first"):
+    with raises(SpecError, tmp_path / "missing"):
         files.require_file(tmp_path / "nowhere", "--out")
 
 
@@ -77,9 +78,7 @@ def test_no_file_takes_the_place_of_what_is_none(tmp_path, monkeypatch, kind):
                 lambda: PagedCache(spec).save(path),  # noqa: B023
                 lambda: files.require_file(path, "--out", replaced=True),  # noqa: B023
             ):
-                with pytest.raises(
-                    SpecError, match=rf"(save:|--out) {path} is a device, a pipe or a socket, .*; name a regular file"
-                ):
+                with raises(SpecError, path, "regular file"):
                     call()
         assert os.lstat("x") == before and files.require_file("x", "--html") == Path("x")  # which is written into
 
@@ -128,7 +127,7 @@ def test_a_scheme_file_with_another_value_is_noticed_and_an_edit_can_be_kept(tmp
     path.write_text(json.dumps(dict(reversed(data.items())), indent=2))  # written otherwise, of equal values
     assert schemes.read(str(path)) == scheme
     path.write_text(json.dumps(data | {"residual_length": 128}))
-    with pytest.raises(SpecError, match='removing "sum"'):
+    with raises(SpecError, 'removing "sum"'):
         schemes.read(str(path))
     del data["sum"]
     path.write_text(json.dumps(data | {"residual_length": 128}))

@@ -9,6 +9,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from messages import raises
 
 from kvbits.errors import SpecError, UnsupportedError
 from kvbits.geometry import (
@@ -198,17 +199,17 @@ def test_the_text_part_of_a_multimodal_configuration_counts():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "fields", "message"),
+    ("model_type", "fields", "parts"),
     [
-        ("mamba", {}, "no layer of .* attends: they are 'linear_attention'"),
-        ("deepseek_v4", {}, "'heavily_compressed_attention'"),
-        ("rwkv", {}, "num_attention_heads"),
+        ("mamba", {}, ("MambaConfig", "'linear_attention'")),
+        ("deepseek_v4", {}, ("layer 0", "'heavily_compressed_attention'", "full_attention")),
+        ("rwkv", {}, ("RwkvConfig", "num_attention_heads")),
     ],
 )
-def test_other_caches_are_refused_with_the_reason(model_type, fields, message):
+def test_other_caches_are_refused_with_the_reason(model_type, fields, parts):
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
-    with pytest.raises(UnsupportedError, match=message):
+    with raises(UnsupportedError, *parts):
         layer_geometries(config(model_type, **fields))
 
 
@@ -245,7 +246,7 @@ def test_chunks_are_windows_that_begin_anew():
     )
     # so pages that were saved before have the format ids they had
     assert from_dict(to_dict(chunked)) == chunked and "chunked" not in to_dict(plain)
-    with pytest.raises(SpecError, match="chunked=True needs sliding_window"):
+    with raises(SpecError, "chunked=True", "sliding_window"):
         LayerGeometry(num_kv_heads=2, head_dim=16, chunked=True)
 
 
@@ -258,20 +259,28 @@ def test_the_decoder_of_an_encoder_counts():
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "message"),
+    ("fields", "error", "parts"),
     [
-        ({"num_key_value_heads": 3}, SpecError, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
-        ({"num_attention_heads": 5, "num_key_value_heads": 5}, SpecError, "hidden_size=64 is not a multiple"),
-        ({"num_hidden_layers": None}, UnsupportedError, "num_hidden_layers"),
-        ({"layer_types": ["full_attention"]}, SpecError, "num_hidden_layers=4 but 1 layer_types"),
-        ({"layer_types": ["sliding_attention"] * 4}, SpecError, "sliding_window=None"),
-        ({"layer_types": ["made_up"] * 4}, UnsupportedError, "'made_up'; kvbits knows"),
-        ({"v_head_dim": 8}, UnsupportedError, "width 16 and values of width 8"),
-        ({"hidden_size": None}, UnsupportedError, "neither head_dim nor hidden_size"),
+        ({"num_key_value_heads": 3}, SpecError, ("num_attention_heads=4", "num_key_value_heads=3")),
+        (
+            {"num_attention_heads": 5, "num_key_value_heads": 5},
+            SpecError,
+            ("hidden_size=64", "num_attention_heads=5", "head_dim"),
+        ),
+        ({"num_hidden_layers": None}, UnsupportedError, ("num_hidden_layers", "--layers", "--kv-heads", "--head-dim")),
+        ({"layer_types": ["full_attention"]}, SpecError, ("num_hidden_layers=4", "1 layer_types")),
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            SpecError,
+            ("layer 0", "'sliding_attention'", "sliding_window=None"),
+        ),
+        ({"layer_types": ["made_up"] * 4}, UnsupportedError, ("'made_up'", "full_attention")),
+        ({"v_head_dim": 8}, UnsupportedError, ("width 16", "width 8")),
+        ({"hidden_size": None}, UnsupportedError, ("head_dim", "hidden_size")),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(fields, error, message):
-    with pytest.raises(error, match=message):
+def test_numbers_that_cannot_be_are_refused(fields, error, parts):
+    with raises(error, *parts):
         layer_geometries(SimpleNamespace(**{**SMALL, **fields}))
 
 
@@ -311,7 +320,7 @@ def test_missing_files_never_ask_the_network(monkeypatch, name):
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", asked)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", asked)
     for read in (load_config, load_model):
-        with pytest.raises(SpecError, match="no such file or directory: .*; give a local directory"):
+        with raises(SpecError, f"'{name}'", "config.json", "embedded"):
             read(name)
 
 
@@ -328,13 +337,7 @@ def test_a_hub_id_without_a_network_fails_at_once(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://huggingface.co")
     monkeypatch.setattr("socket.getaddrinfo", unknown)
     for name in ("missing_folder", "org/missing"):
-        with pytest.raises(
-            SpecError,
-            match=(
-                f"no such file or directory: '{name}'; as a hub id it is not in the cache, and huggingface.co cannot be"
-                " reached"
-            ),
-        ):
+        with raises(SpecError, f"'{name}'", "huggingface.co", "hf download", "HF_ENDPOINT"):
             find_model(name)
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # names are then the proxy's to look up
     assert find_model("org/missing") == "org/missing"
@@ -358,13 +361,13 @@ def test_a_home_directory_is_found(monkeypatch, tmp_path):
 
 def test_foreign_files_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"a": 1}))
-    with pytest.raises(SpecError, match="no model_type"):
+    with raises(SpecError, "config.json", "model_type"):
         load_config(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(SpecError, match="cannot read the configuration"):
+    with raises(SpecError, "config.json"):
         load_config(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "made_up_model"}))
-    with pytest.raises(SpecError, match="made_up_model"):
+    with raises(SpecError, "made_up_model"):
         load_config(tmp_path)
 
 
@@ -414,7 +417,7 @@ def test_what_the_hub_takes_for_no_id_is_refused_before_it_is_asked(name, monkey
     try:
         hub.utils.validate_repo_id(name)
     except hub.errors.HFValidationError:
-        with pytest.raises(SpecError, match="no such file"):
+        with raises(SpecError, "config.json", "embedded"):
             find_model(name, look_up=False)
     else:
         assert find_model(name, look_up=False) == name

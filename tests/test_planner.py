@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import raises
 from random_cases import examples
 
 from kvbits import planner, schemes
@@ -135,28 +136,28 @@ def test_presets_are_fitted_to_the_head_dim_and_own_schemes_are_not():
     assert row(layers, "int8").total_bytes == CacheSpec(
         scheme=schemes.for_layers("int8", layers), layers=layers
     ).nbytes(4096)
-    with pytest.raises(SpecError, match="head_dim=80"):
+    with raises(SpecError, "head_dim=80", "group_size=64", "group_size=16"):
         plan(layers, [dataclasses.replace(schemes.get("int8"))])
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
+    ("kwargs", "parts"),
     [
-        ({"context": 0}, "context=0 must be at least 1"),
-        ({"batch": -1}, "batch=-1 must be at least 1"),
-        ({"memory_bytes": 0}, "memory_bytes=0 must be at least 1"),
-        ({"no_such_field": 1}, "no field no_such_field"),
+        ({"context": 0}, ("context=0", 1)),
+        ({"batch": -1}, ("batch=-1", 1)),
+        ({"memory_bytes": 0}, ("memory_bytes=0", 1)),
+        ({"no_such_field": 1}, ("no_such_field", "page_size")),
     ],
 )
-def test_bad_sizes_are_refused(kwargs, message):
-    with pytest.raises(SpecError, match=message):
+def test_bad_sizes_are_refused(kwargs, parts):
+    with raises(SpecError, *parts):
         plan(uniform(2, 2, 64), ["int8"], **kwargs)
 
 
 def test_unknown_schemes_list_the_known_ones():
-    with pytest.raises(SpecError, match=r"unknown scheme 'int9'.*int8.*kivi2"):
+    with raises(SpecError, "'int9'", "int8", "kivi2"):
         plan(uniform(2, 2, 64), ["int9"])
-    with pytest.raises(SpecError, match="num_layers=0"):
+    with raises(SpecError, "num_layers=0", 1, "4,096"):
         uniform(0, 2, 64)
 
 
@@ -256,9 +257,9 @@ def test_heads_are_shared_or_copied_between_gpus():
     layers = uniform(2, 8, 128, 512)
     assert [planner.rank(layers, n)[0].num_kv_heads for n in (1, 2, 8, 16)] == [8, 4, 1, 1]
     assert planner.rank(layers, 4)[0] == dataclasses.replace(layers[0], num_kv_heads=2)
-    with pytest.raises(SpecError, match="8 kv heads cannot be shared by 3 GPUs; use 1, 2, 4 or 8, or a multiple of 8"):
+    with raises(SpecError, "8 kv heads", "3 GPUs", 1, 2, 4, 8):
         planner.rank(layers, 3)
-    with pytest.raises(SpecError, match="14 query heads cannot be shared by 4 GPUs; use 1, 2, 7 or 14"):
+    with raises(SpecError, "14 query heads", "4 GPUs", 1, 2, 7, 14):
         planner.rank(uniform(2, 2, 64), 4, 14)
 
 
@@ -268,9 +269,9 @@ def test_cards_leave_the_rest_to_the_cache():
     found = plan(uniform(2, 2, 64), ["bf16", "int8"], cards=cards)
     assert found.memory_bytes == cards.cache_bytes and found.cards is cards
     assert found.rows[1].max_batch / found.rows[0].max_batch > 1.5
-    with pytest.raises(SpecError, match="give one of them"):
+    with raises(SpecError, "memory_bytes", "cards"):
         plan(uniform(2, 2, 64), ["int8"], cards=cards, memory_bytes=GB)
-    with pytest.raises(SpecError, match="count=0"):
+    with raises(SpecError, "count=0", 1):
         planner.Cards(memory_bytes=GB, weights_bytes=1, count=0)
 
 

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import pytest
+from messages import raises
 
 from kvbits.config_file import read_config
 from kvbits.errors import SpecError, UnsupportedError
@@ -213,7 +214,7 @@ def test_a_quantizer_s_file_beside_the_configuration_counts(tmp_path, name):
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(one["hf_quant_config"]))
     how = one["hf_quant_config"]["quantization"]["quant_algo"]
     if how == "MIXED_PRECISION":
-        with pytest.raises(SpecError, match="--weights"):
+        with raises(SpecError, "--weights"):
             weights_bytes(ModelRef(tmp_path, config))
         return
     packed, said = weights_bytes(ModelRef(tmp_path, config))

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from messages import raises
 
 from kvbits import schemes
 from kvbits.errors import SpecError
@@ -72,18 +73,16 @@ def test_get_returns_the_preset_or_a_changed_copy():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(
-        SpecError, match="unknown scheme 'int5'; did you mean int8 or int4. known: raw, int8, int8_centered"
-    ):
+    with raises(SpecError, "'int5'", "int8", "int4", "raw", "int8_centered"):
         schemes.get("int5")
-    with pytest.raises(SpecError, match=r"no field residual; known: .*residual_length"):
+    with raises(SpecError, "residual", "residual_length"):
         schemes.get("int4", residual=3)
-    with pytest.raises(SpecError, match="unknown scheme None"):
+    with raises(SpecError, "None", "int8", "int4"):
         schemes.get(None)
 
 
 def test_changed_fields_are_validated():
-    with pytest.raises(SpecError, match="page_size=20"):
+    with raises(SpecError, "page_size=20", 32, 65536, 64, 128):
         schemes.get("int4", page_size=20)
 
 
@@ -108,7 +107,7 @@ def test_a_list_of_schemes_is_expanded_in_order_each_once(tmp_path):
 
 @pytest.mark.parametrize("name", ["int4", "", ".."])
 def test_a_scheme_of_ones_own_needs_a_name_that_results_can_go_by(name):
-    with pytest.raises(SpecError, match="results go by names"):
+    with raises(SpecError, repr(name)):
         schemes.expand([dataclasses.replace(PRESETS["int4"], name=name)])
 
 
@@ -131,17 +130,17 @@ def test_tiers_fill_a_byte_budget(budget):
     page_more = dataclasses.replace(sized, tiers=(Tier(num_tokens=tier.num_tokens + 64),))
     assert taken <= int(budget * full)
     assert CacheSpec(scheme=page_more, layers=layers).nbytes(8192) > int(budget * full) or tier.num_tokens >= 7600
-    with pytest.raises(SpecError, match="bytes are too few"):
+    with raises(SpecError, full // 10, "residual_length", "context"):
         schemes.within(scheme, layers, full // 10, context=8192)
-    with pytest.raises(SpecError, match="has no tiers to size"):
+    with raises(SpecError, "'int4'", "'tiered'"):
         schemes.within(schemes.get("int4"), layers, full, context=8192)
 
 
 def test_files_and_names_of_rotated_integers_say_what_to_take_instead():
-    with pytest.raises(SpecError, match="no scheme 'int4_rotated' any more: .* use klt4"):
+    with raises(SpecError, "'int4_rotated'", "klt4"):
         schemes.get("int4_rotated")
     key = PRESETS["int4"].to_json().split('"key": ')[1].split(', "value"')[0]
     for old, new in (('"basis": null', '"basis": "hadamard"'), ('"basis": null', '"basis": null, "rotated": true')):
         assert old in key
-        with pytest.raises(SpecError, match="take klt4"):
+        with raises(SpecError, "klt4"):
             Scheme.from_json(PRESETS["int4"].to_json().replace(key, key.replace(old, new), 1))

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import math
-import re
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from messages import raises
 
 import kvbits.spec as spec_module
 from kvbits.errors import KvbitsError, SpecError
@@ -146,34 +146,25 @@ def test_lists_are_taken_where_tuples_are_declared():
 
 
 def test_json_of_another_class_is_refused_by_name():
-    with pytest.raises(SpecError, match="a Scheme, not a CacheSpec"):
+    with raises(SpecError, "Scheme", "CacheSpec"):
         CacheSpec.from_json(PRESETS["int8"].to_json())
-    with pytest.raises(SpecError, match="a QuantSpec, not a Scheme"):
+    with raises(SpecError, "QuantSpec", "Scheme"):
         Scheme.from_json(json.dumps(to_dict(QuantSpec())))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "parts"),
     [
         (
             {"type": "QuantSpecs"},
-            (
-                "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Rotary,"
-                " Override, Tier, Copies, Scheme"
-            ),
+            "'QuantSpecs' PerTensor PerToken PerChannel PerGroup QuantSpec Rotary Override Tier Copies Scheme",
         ),
-        ({"bits": 4}, "QuantSpec has no field bits; known: bands, basis, center, format"),
-        (
-            {"format": "int5"},
-            (
-                "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, nuq4, nuq3, nuq2,"
-                " trellis, raw"
-            ),
-        ),
+        ({"bits": 4}, "QuantSpec bits bands basis center format"),
+        ({"format": "int5"}, "'int5' int8 int4 int3 int2 fp8_e4m3 fp8_e5m2 nuq4 nuq3 nuq2 trellis raw"),
     ],
 )
-def test_json_with_unknown_names_lists_the_known_ones(change, message):
-    with pytest.raises(SpecError, match=message):
+def test_json_with_unknown_names_lists_the_known_ones(change, parts):
+    with raises(SpecError, *parts.split()):
         from_dict(to_dict(QuantSpec()) | change)
 
 
@@ -209,61 +200,61 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda: QuantSpec(format="int5"), ["'int5'", "int8, int4, int3, int2"]),
-        (lambda: QuantSpec(scale_dtype="int8"), ["'int8'", "float16, bfloat16, float32"]),
-        (lambda: QuantSpec(center="token"), ["'token'", "None, channel"]),
-        (lambda: QuantSpec(granularity="PerToken"), ["'PerToken'", "PerTensor, PerToken, PerChannel, PerGroup"]),
-        (lambda: QuantSpec(granularity=PerGroup), ["PerGroup", "PerTensor, PerToken, PerChannel, PerGroup"]),
+        (lambda: QuantSpec(format="int5"), ["'int5'", "int8", "int4", "int3", "int2"]),
+        (lambda: QuantSpec(scale_dtype="int8"), ["'int8'", "float16", "bfloat16", "float32"]),
+        (lambda: QuantSpec(center="token"), ["'token'", None, "channel"]),
+        (lambda: QuantSpec(granularity="PerToken"), ["'PerToken'", "PerTensor", "PerToken", "PerChannel", "PerGroup"]),
+        (lambda: QuantSpec(granularity=PerGroup), ["PerGroup", "PerTensor", "PerToken", "PerChannel"]),
         (lambda: QuantSpec(format="fp8_e4m3", symmetric=False), ["fp8_e4m3", "symmetric=True"]),
         (lambda: QuantSpec(format="raw"), ["QuantSpec.raw()"]),
         (lambda: QuantSpec(granularity=PerTensor()), ["static=True"]),
-        (lambda: QuantSpec(granularity=PerToken(), static=True), ["per-token", "PerGroup(size) or PerChannel()"]),
+        (lambda: QuantSpec(granularity=PerToken(), static=True), ["per-token", "PerGroup(size)", "PerChannel()"]),
         (lambda: QuantSpec(static=True, center="channel"), ["symmetric=False"]),
-        (lambda: QuantSpec(granularity=PerChannel(), symmetric=False, center="channel"), ["drop center"]),
-        (lambda: PerGroup(0), ["size=0", "from 2", "32, 64 and 128"]),
+        (lambda: QuantSpec(granularity=PerChannel(), symmetric=False, center="channel"), ["center"]),
+        (lambda: PerGroup(0), ["size=0", "from 2", 32, 64, 128]),
         # kernels take one channel for PerChannel(), whose scales lie elsewhere
         (lambda: PerGroup(1), ["size=1", "from 2"]),
         (lambda: PerGroup(-8), ["size=-8", "from 2"]),
         (lambda: PerGroup(32.0), ["size=32.0", "whole number"]),
-        (lambda: QuantSpec().num_groups(80), ["head_dim=80", "group_size=64", "group_size=16 or per-token scales"]),
-        (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "use per-token scales"]),
+        (lambda: QuantSpec().num_groups(80), ["head_dim=80", "group_size=64", "group_size=16", "per-token"]),
+        (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "per-token"]),
         (
             lambda: Scheme(name="x", key=PRESETS["klt4"].key, value=PRESETS["nuq4"].value),
-            ["nuq4 values", "trellis or integer values"],
+            ["nuq4 values", "trellis", "integer"],
         ),
         (
             lambda: Override(layers=(0,), key=PRESETS["klt4"].key, value=QuantSpec(outliers=0.01)),
             ["int8 values with outliers=0.01"],
         ),
         *(
-            (lambda name=name: get("klt2", **{name: None}), [f"{name}=None", f"a tuple of {kind}", f"{name}=()"])
+            (lambda name=name: get("klt2", **{name: None}), [f"{name}=None", "tuple", kind, f"{name}=()"])
             for name, kind in (("copies", "Copies"), ("tiers", "Tier"), ("overrides", "Override"))
         ),
-        (lambda: Scheme(name="a/b", key=RAW, value=RAW), ["name='a/b'", "without '/' and zero bytes", "'mine'"]),
-        (lambda: Scheme(name="a\0b", key=RAW, value=RAW), [r"name='a\x00b'", "without '/' and zero bytes"]),
+        (lambda: Scheme(name="a/b", key=RAW, value=RAW), ["name='a/b'", "'/'", "'mine'"]),
+        (lambda: Scheme(name="a\0b", key=RAW, value=RAW), [r"name='a\x00b'", "zero bytes"]),
         (
             lambda: Scheme(name="x", key=RAW, value=RAW, page_size=0),
-            ["page_size=0", "from 32", "multiple of 32", "64 or 128"],
+            ["page_size=0", "from 32", "multiple of 32", 64, 128],
         ),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=-64), ["page_size=-64", "from 32", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=48), ["page_size=48", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=64.0), ["page_size=64.0", "multiple of 32"]),
         (
             lambda: Scheme(name="x", key=RAW, value=RAW, num_sink_tokens=-1),
-            ["num_sink_tokens=-1", "from 0", "0 means none"],
+            ["num_sink_tokens=-1", "from 0"],
         ),
         (
             lambda: Scheme(name="x", key=RAW, value=RAW, residual_length=-5),
-            ["residual_length=-5", "from 0", "0 means none"],
+            ["residual_length=-5", "from 0"],
         ),
         (lambda: LayerGeometry(num_kv_heads=0, head_dim=64), ["num_kv_heads=0", "from 1"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=0), ["head_dim=0", "multiple of 8"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=100), ["head_dim=100", "multiple of 8"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=64, sliding_window=0), ["sliding_window=0", "from 1", "None"]),
-        (lambda: CacheSpec(scheme=PRESETS["int8"], layers=()), ["at least one layer"]),
+        (lambda: CacheSpec(scheme=PRESETS["int8"], layers=()), ["layer"]),
         (
             lambda: CacheSpec(scheme=PRESETS["int8"], layers=(GEOMETRY,), raw_dtype="float64"),
-            ["'float64'", "float16, bfloat16, float32"],
+            ["'float64'", "float16", "bfloat16", "float32"],
         ),
         (
             lambda: CacheSpec(scheme=PRESETS["int8"], layers=(LayerGeometry(num_kv_heads=2, head_dim=80),)),
@@ -281,12 +272,10 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
     ],
 )
 def test_refusals_name_the_value_the_limit_and_the_way_out(make, parts):
-    with pytest.raises(SpecError) as refusal:
+    with raises(SpecError, *parts) as refusal:
         make()
     assert isinstance(refusal.value, ValueError)
     assert isinstance(refusal.value, KvbitsError)
-    for part in parts:
-        assert part in str(refusal.value)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, True, 64.5, 64.0, "64", [64], 2**64, 10**30, -64], ids=repr)
@@ -305,7 +294,7 @@ def test_refusals_name_the_value_the_limit_and_the_way_out(make, parts):
 )
 def test_sizes_are_whole_numbers_within_limits(field, bad):
     """An invalid size would be stored, or counted through, before anybody notices."""
-    with pytest.raises(SpecError, match=re.escape(f"{field}={bad!r} must be a whole number from ")):
+    with raises(SpecError, f"{field}={bad!r}", "whole number"):
         if field in ("num_kv_heads", "head_dim", "sliding_window"):
             LayerGeometry(**{"num_kv_heads": 2, "head_dim": 64} | {field: bad})
         elif field == "num_tokens":
@@ -321,14 +310,14 @@ def test_specs_and_overrides_are_what_they_must_be(bad):
     """As they come from a file that somebody wrote by hand."""
     for make in (Scheme, Override):
         for field in ("key", "value"):
-            with pytest.raises(SpecError, match=f"{field}=.* is not a QuantSpec"):
+            with raises(SpecError, f"{field}={bad!r}", "QuantSpec(format=..)"):
                 make(**({"name": "x"} if make is Scheme else {"layers": (0,)}) | {"key": RAW, "value": RAW, field: bad})
-    with pytest.raises(SpecError, match="is not an Override"):
+    with raises(SpecError, "overrides", repr(bad), "Override(layers=(0,), key=.., value=..)"):
         Scheme(name="x", key=RAW, value=RAW, overrides=(bad,))
 
 
 def test_overrides_of_nothing_are_refused():
-    with pytest.raises(SpecError, match=r"layers=\(\) covers nothing; name its layers"):
+    with raises(SpecError, "layers=()"):
         Override(layers=(), key=RAW, value=RAW)
 
 
@@ -342,19 +331,19 @@ def test_a_tier_stores_8_bits_unless_it_says_something_else():
 
 
 @pytest.mark.parametrize(
-    ("name", "tier", "message"),
+    ("name", "tier", "parts"),
     [
-        ("tiered", Tier(num_tokens=65), "no whole number of pages of 64; use num_tokens=64"),
-        ("int8", Tier(num_tokens=64), "as what is older than it does; leave it out"),
-        ("klt2", Tier(num_tokens=64), r"say what it stores: Tier\(.., key=QuantSpec\(format='int8'\)\)"),
-        ("int4", Tier(num_tokens=64, key=PRESETS["klt4"].key), "needs calibration .*; give a tier a format without"),
-        ("int4", Tier(num_tokens=64, key=RAW, value=RAW), "make residual_length larger"),
-        ("int4", Tier(num_tokens=64, key=8), "key=8 is not a QuantSpec"),
-        ("int4", 64, r"64, which is not a Tier; pass Tier\(num_tokens=..\)"),
+        ("tiered", Tier(num_tokens=65), ("65 tokens", "pages of 64", "num_tokens=64")),
+        ("int8", Tier(num_tokens=64), ("tier", "format='int8'", "older")),
+        ("klt2", Tier(num_tokens=64), ("trellis", "Tier(.., key=QuantSpec(format='int8'))")),
+        ("int4", Tier(num_tokens=64, key=PRESETS["klt4"].key), ("format='trellis'", "calibration")),
+        ("int4", Tier(num_tokens=64, key=RAW, value=RAW), ("raw", "residual_length")),
+        ("int4", Tier(num_tokens=64, key=8), ("key=8", "QuantSpec(format=..)")),
+        ("int4", 64, (64, "Tier(num_tokens=..)")),
     ],
 )
-def test_tiers_that_cannot_be_say_what_can(name, tier, message):
-    with pytest.raises(SpecError, match=message):
+def test_tiers_that_cannot_be_say_what_can(name, tier, parts):
+    with raises(SpecError, *parts):
         dataclasses.replace(PRESETS[name], page_size=64, residual_length=0, tiers=(tier,))
 
 
@@ -362,29 +351,44 @@ INT8, KLT4 = PRESETS["int8"], PRESETS["klt4"]
 
 
 @pytest.mark.parametrize(
-    ("name", "copies", "changes", "message"),
+    ("name", "copies", "changes", "parts"),
     [
-        ("int4", (Copies(num_tokens=65, key=INT8.key, value=INT8.value),), {}, "whole number of pages .*num_tokens=64"),
-        ("int4", (Copies(num_tokens=64, key=KLT4.key, value=INT8.value),), {}, "needs calibration .basis, mean."),
-        ("int8", (Copies(num_tokens=64, key=INT8.key, value=INT8.value),), {}, "as what is older than they are"),
-        ("int4", (Copies(num_tokens=64, key=INT8.key, value=INT8.value),) * 2, {}, "as what is older than they are"),
-        ("int4", (64,), {}, r"64, which is not Copies; pass Copies\(num_tokens="),
-        ("tiered", (Copies(num_tokens=64, key=INT8.key, value=INT8.value),), {}, r"use tiers=\(\) or copies=\(\)"),
-        ("klt2", PRESETS["klt2"].copies, {"token_local": True}, r"use copies=\(\)"),
-        ("klt2", PRESETS["klt2"].copies, {"page_size": 128}, "num_tokens=512"),
+        (
+            "int4",
+            (Copies(num_tokens=65, key=INT8.key, value=INT8.value),),
+            {},
+            ("65 tokens", "pages of 64", "num_tokens=64"),
+        ),
+        (
+            "int4",
+            (Copies(num_tokens=64, key=KLT4.key, value=INT8.value),),
+            {},
+            ("format='trellis'", "calibration", "basis", "mean"),
+        ),
+        ("int8", (Copies(num_tokens=64, key=INT8.key, value=INT8.value),), {}, ("copies", "format='int8'", "older")),
+        (
+            "int4",
+            (Copies(num_tokens=64, key=INT8.key, value=INT8.value),) * 2,
+            {},
+            ("copies", "format='int8'", "older"),
+        ),
+        ("int4", (64,), {}, (64, "Copies(num_tokens=.., key=.., value=..)")),
+        ("tiered", (Copies(num_tokens=64, key=INT8.key, value=INT8.value),), {}, ("tiers=()", "copies=()")),
+        ("klt2", PRESETS["klt2"].copies, {"token_local": True}, ("token_local=True", "copies=()")),
+        ("klt2", PRESETS["klt2"].copies, {"page_size": 128}, ("448 tokens", "pages of 128", "num_tokens=512")),
     ],
 )
-def test_copies_that_cannot_be_say_what_can(name, copies, changes, message):
-    with pytest.raises(SpecError, match=message):
+def test_copies_that_cannot_be_say_what_can(name, copies, changes, parts):
+    with raises(SpecError, *parts):
         dataclasses.replace(PRESETS[name], **{"residual_length": 0, "copies": copies} | changes)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "key", "message"),
-    [(0, INT8.key, "from 1 to"), (64, RAW, "residual_length"), (64, 8, "no.* QuantSpec")],
+    ("num_tokens", "key", "parts"),
+    [(0, INT8.key, ("num_tokens=0", 1)), (64, RAW, ("residual_length",)), (64, 8, ("key=8", "QuantSpec(format=..)"))],
 )
-def test_copies_of_nothing_are_refused(num_tokens, key, message):
-    with pytest.raises(SpecError, match=message):
+def test_copies_of_nothing_are_refused(num_tokens, key, parts):
+    with raises(SpecError, *parts):
         Copies(num_tokens=num_tokens, key=key, value=RAW)
 
 
@@ -400,7 +404,7 @@ def test_copies_of_wide_heads_have_the_widths_of_klt4_there():
 
 def test_a_tier_of_an_older_kvbits_is_refused_with_what_to_write():
     text = PRESETS["tiered"].to_json().replace('"key": null, "value": null', '"key_bits": 4, "value_bits": 4')
-    with pytest.raises(SpecError, match="leave out key_bits and value_bits"):
+    with raises(SpecError, "key_bits", "value_bits"):
         Scheme.from_json(text)
 
 
@@ -420,7 +424,7 @@ def test_a_scheme_file_from_before_levels_is_whole():
 
 def test_banded_codes_of_an_older_kvbits_are_refused_with_what_to_take():
     text = PRESETS["klt2"].to_json().replace('"trellis"', '"banded"')
-    with pytest.raises(SpecError, match="older kvbits.*klt2"):
+    with raises(SpecError, "'banded'", "klt4", "klt3", "klt2", "kvbits fit"):
         Scheme.from_json(text)
 
 
@@ -613,5 +617,5 @@ def test_stock_bytes_count_the_window_the_stock_cache_keeps():
 
 @pytest.mark.parametrize("rotary", [1, "llama", [1.0], {"base": 10_000.0}])
 def test_a_rotary_that_is_none_is_refused(rotary):
-    with pytest.raises(SpecError, match="is not a Rotary"):
+    with raises(SpecError, "Rotary"):
         LayerGeometry(num_kv_heads=2, head_dim=64, rotary=rotary)

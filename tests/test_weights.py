@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from messages import raises
 
 from kvbits.config_file import read_config
 from kvbits.errors import SpecError
@@ -93,7 +94,7 @@ def test_the_formula_holds_at_a_family_s_own_sizes(tmp_path, model_type):
 def test_packed_weights_take_the_bits_that_the_configuration_names(tmp_path):
     plain, said = weights_bytes(ModelRef.stated(str(written(tmp_path, "llama"))))
     count = counted(read_config(tmp_path))
-    assert plain == 2 * count.total and said == "counted from the configuration at 2 bytes each"
+    assert plain == 2 * count.total and "2 bytes" in said
     for how, bits in (
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
         (
@@ -113,7 +114,7 @@ def test_packed_weights_take_the_bits_that_the_configuration_names(tmp_path):
     assert weights_bytes(ModelRef.stated(str(folder)))[0] == round(count.experts * 4.25 / 8) + 2 * (
         count.total - count.experts
     )
-    with pytest.raises(SpecError, match="quantized by made_up .*give --weights"):
+    with raises(SpecError, "made_up", "--weights"):
         weights_bytes(ModelRef.stated(str(written(tmp_path, "llama", quantization_config={"quant_method": "made_up"}))))
 
 
@@ -167,7 +168,7 @@ def test_every_method_s_bits_are_read_or_refused(name, tmp_path):
     config = read_config(folder)
     count = counted(config)
     if bits is None:
-        with pytest.raises(SpecError, match="give --weights"):
+        with raises(SpecError, "--weights"):
             weights_bytes(ModelRef(folder, config))
     else:
         nbytes, _ = weights_bytes(ModelRef(folder, config))
@@ -247,10 +248,7 @@ def test_an_index_says_what_missing_files_take(tmp_path):
     assert weights_bytes(ModelRef.stated(str(tmp_path))) == (150, "2 weight files")
     (tmp_path / "model-2.safetensors").unlink()
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
-    with pytest.raises(
-        SpecError,
-        match="names model-2.safetensors, which is not there, and no size; complete the download, or give --weights",
-    ):
+    with raises(SpecError, "model-2.safetensors", "--weights"):
         weights_bytes(ModelRef.stated(str(tmp_path)))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import all_gpu
 import pytest
 import run_files
+from messages import mentions
 
 from kvbits import runs
 from kvbits.cli.common import Command
@@ -66,7 +67,7 @@ def command(tmp_path, capsys):
 def test_a_second_command_goes_on_where_the_first_ran_out_of_time(command):
     first = Fake("first")
     code, said = command(first, "--only", "decode", "generate", "close", "--limit", "5")
-    assert code == 3 and first.ran == ["decode", "close"] and "no time: 220 s expected, 200 s left" in said
+    assert code == 3 and first.ran == ["decode", "close"] and mentions(said, "220 s", "200 s")
     second = Fake("second")
     assert command(second, "--only", "decode", "generate", "close")[0] == 0
     assert second.ran == ["generate"]
@@ -96,14 +97,14 @@ def test_what_fails_is_said_and_the_others_run(command):
     machine = Fake(codes={"decode": 1})
     code, said = command(machine, "--only", "decode", "close")
     assert code == 1 and machine.ran == ["decode", "close"]
-    assert "failed: exit code 1" in said and "output of decode" in said
+    assert "exit code 1" in said and "output of decode" in said
     for machine, more, ran in (
         (Fake("same"), (), []),
         (Fake("again"), ("--retry",), ["decode"]),
         (Fake("other", boot="boot b", commit="other"), (), ["decode", "close"]),
     ):
         code, said = command(machine, "--only", "decode", "close", *more)
-        assert machine.ran == ran and code == ("failed before" in said), (
+        assert machine.ran == ran and code == ("--retry" in said) == (not ran), (
             "only what failed runs again, and only when asked"
         )
 
@@ -113,13 +114,13 @@ def test_a_limit_kills_a_part(command, monkeypatch):
         all_gpu, "parts", lambda environment: [all_gpu.Part("slow", "", ("-c", "pass"), "x.json", 10, 20)]
     )
     code, said = command(Fake())
-    assert code == 1 and "killed at its limit" in said
+    assert code == 1 and mentions(said, "slow", "limit")
 
 
 def test_a_package_that_is_absent_leaves_its_parts_out(command):
     machine = Fake(absent=("vllm",))
     code, said = command(machine, "--only", "serve-*", "close")
-    assert code == 0 and machine.ran == ["close"] and "left out: no vllm" in said
+    assert code == 0 and machine.ran == ["close"] and "no vllm" in said
 
 
 def test_ratios_are_of_one_session(command):
@@ -154,10 +155,7 @@ def test_the_list_says_how_long_parts_took(command):
     code, said = command(Fake("second", commit="other", gpu=None), "--list", "--only", "close", "small")
     lines = said.splitlines()
     assert (
-        code == 0
-        and lines[1].split()[:3] == ["close", "100", "s"]
-        and "(90 s)" in lines[2]
-        and "2 parts to run" in lines[-1]
+        code == 0 and lines[1].split()[:3] == ["close", "100", "s"] and "(90 s)" in lines[2] and "2 parts" in lines[-1]
     )
 
 
@@ -183,7 +181,7 @@ def test_without_a_gpu_nothing_runs(command):
 def test_an_unknown_part_is_refused(command, capsys):
     with pytest.raises(SystemExit) as raised:
         command(Fake(), "--only", "decod")
-    assert raised.value.code == 2 and "no part is called decod; parts: tests, decode," in capsys.readouterr().err
+    assert raised.value.code == 2 and mentions(capsys.readouterr().err, "decod", "tests", "decode")
 
 
 def test_the_state_is_a_file_of_runs(command, tmp_path):

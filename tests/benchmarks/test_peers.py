@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from messages import raises
 from nightly import at_night
 from peers import CACHES, OSCAR_KEPT, PEERS, TILE, fp8, kvarn, lloyd_max, make, nvfp4, oscar, oscar_rotation, tiles
 
@@ -252,9 +253,9 @@ def test_bits_count_scales_norms_and_layers_that_stay_raw():
         assert raw == (4 if "turboquant" in name else 0) and info["bits_per_element"] == pytest.approx(
             (bits * (30 - raw) + 16 * raw) / 30
         )
-    with pytest.raises(UnsupportedError, match="q4_0_rotated takes a head_dim that is a multiple of 64, not 96"):
+    with raises(UnsupportedError, "q4_0_rotated", "head_dim", 64, 96):
         make("q4_0_rotated", (LayerGeometry(num_kv_heads=2, head_dim=96),))
-    with pytest.raises(UnsupportedError, match="turboquant_4bit_nc takes a head_dim that is a power of two, not 96"):
+    with raises(UnsupportedError, "turboquant_4bit_nc", "head_dim", "power of two", 96):
         make("turboquant_4bit_nc", (LayerGeometry(num_kv_heads=2, head_dim=96),))
 
 

@@ -7,6 +7,7 @@ import pytest
 import step_profile as sp
 import tables_gpu
 import torch
+from messages import raises
 
 
 def trace(
@@ -81,9 +82,9 @@ def test_steps_are_found_where_the_trace_has_half_of_one():
     half = trace()
     half["traceEvents"] = [e for e in half["traceEvents"] if e["name"] != "Argmax" or e["ts"] > 1000]
     assert sp.of_trace(half)["step_us"] == 100
-    with pytest.raises(ValueError, match=r"no kernel is there 4 times, once a step; seen: \{'Argmax': 8"):
+    with raises(ValueError, 4, "'Argmax': 8"):
         sp.of_trace(trace(), steps=4)
-    with pytest.raises(ValueError, match="seen: none"):
+    with raises(ValueError, 8, "none"):
         sp.of_trace({"traceEvents": []})
 
 
@@ -146,7 +147,7 @@ def test_so_many_steps_run_under_a_profiler():
         return profiled.trace()
 
     assert sum(e.get("name") == "aten::mm" for e in run(40)["traceEvents"]) == sp.STEPS
-    with pytest.raises(SystemExit, match=r"only 15 steps had all 2 sequences; a profile takes 18"):
+    with raises(SystemExit, 15, 2, 18, "--steps"):
         run(15)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from messages import raises
 from table_tools import tools_table
 
 from kvbits.errors import SpecError
@@ -38,7 +39,7 @@ def write(tmp_path):
 
 
 def test_results_of_other_tasks_alone_are_an_error():
-    with pytest.raises(SpecError, match="--tasks tools"):
+    with raises(SpecError, "kvbits eval --tasks tools", "--out"):
         tools_table(Path(__file__).parents[2] / "benchmarks" / "results" / "eval-1024")
 
 

@@ -1,10 +1,9 @@
 """Bad input: each refusal names the value, the limit and the way out, and leaves the cache usable."""
 
-import re
-
 import pytest
 import torch
 from cache_checks import Pair, picture
+from messages import raises
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -31,32 +30,30 @@ def qkv(batch=1, tokens=3, heads=2, head_dim=64, dtype=torch.float32, group=2):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda q, k, v: (q, k[:, :2], v), ["keys of layer 0", "(1, 2, 2, 64)", "expected (1, 3, 2, 64)"]),
-        (lambda q, k, v: (q, k, v[..., :32]), ["values of layer 0", "(1, 3, 2, 32)", "expected (1, 3, 2, 64)"]),
-        (lambda q, k, v: (q, k[:, :, :1], v[:, :, :1]), ["keys of layer 0", "(1, 3, 1, 64)", "expected (1, 3, 2, 64)"]),
-        (lambda q, k, v: (q, k[0], v[0]), ["keys of layer 0", "(3, 2, 64)", "expected (1, 3, 2, 64)"]),
-        (lambda q, k, v: (q[0], k, v), ["queries of layer 0", "(3, 4, 64)", "4 dimensions"]),
-        (lambda q, k, v: (q[:, :, :3], k, v), ["queries of layer 0", "(1, 3, 3, 64)", "multiple of 2"]),
-        (lambda q, k, v: (q[:, :, :0], k, v), ["queries of layer 0", "(1, 3, 0, 64)", "multiple of 2"]),
-        (lambda q, k, v: (q[..., :32], k, v), ["queries of layer 0", "head_dim 64"]),
+        (lambda q, k, v: (q, k[:, :2], v), ["keys", "layer 0", "(1, 2, 2, 64)", "(1, 3, 2, 64)"]),
+        (lambda q, k, v: (q, k, v[..., :32]), ["values", "layer 0", "(1, 3, 2, 32)", "(1, 3, 2, 64)"]),
+        (lambda q, k, v: (q, k[:, :, :1], v[:, :, :1]), ["keys", "layer 0", "(1, 3, 1, 64)", "(1, 3, 2, 64)"]),
+        (lambda q, k, v: (q, k[0], v[0]), ["keys", "layer 0", "(3, 2, 64)", "(1, 3, 2, 64)"]),
+        (lambda q, k, v: (q[0], k, v), ["queries", "layer 0", "(3, 4, 64)", "4 dimensions"]),
+        (lambda q, k, v: (q[:, :, :3], k, v), ["queries", "layer 0", "(1, 3, 3, 64)", "multiple of 2"]),
+        (lambda q, k, v: (q[:, :, :0], k, v), ["queries", "layer 0", "(1, 3, 0, 64)", "multiple of 2"]),
+        (lambda q, k, v: (q[..., :32], k, v), ["queries", "layer 0", "head_dim 64"]),
         (
             lambda q, k, v: (q, k.half(), v),
-            ["keys of layer 0 are torch.float16", "built for float32", "raw_dtype='float16'"],
+            ["keys", "layer 0", "torch.float16", "float32", "raw_dtype='float16'"],
         ),
-        (lambda q, k, v: (q, k, v.bfloat16()), ["values of layer 0 are torch.bfloat16", "raw_dtype='bfloat16'"]),
-        (lambda q, k, v: (q.half(), k, v), ["queries of layer 0 are torch.float16", "built for float32"]),
-        (lambda q, k, v: (q, k.to("meta"), v), ["keys of layer 0 are on meta", "cache is on cpu", "device='meta'"]),
-        (lambda q, k, v: (q.to("meta"), k, v), ["queries of layer 0 are on meta", "cache is on cpu"]),
-        (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), ["1 sequence x 0 tokens is empty", "at least one token"]),
-        (lambda q, k, v: (q[:0], k[:0], v[:0]), ["0 sequences x 3 tokens is empty"]),
+        (lambda q, k, v: (q, k, v.bfloat16()), ["values", "layer 0", "torch.bfloat16", "raw_dtype='bfloat16'"]),
+        (lambda q, k, v: (q.half(), k, v), ["queries", "layer 0", "torch.float16", "float32"]),
+        (lambda q, k, v: (q, k.to("meta"), v), ["keys", "layer 0", "meta", "cpu", "device='meta'"]),
+        (lambda q, k, v: (q.to("meta"), k, v), ["queries", "layer 0", "meta", "cpu"]),
+        (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), ["1 sequence x 0 tokens"]),
+        (lambda q, k, v: (q[:0], k[:0], v[:0]), ["0 sequences x 3 tokens"]),
     ],
 )
 def test_wrong_tensors_are_refused_before_anything_changes(change, parts):
     cache = make()
-    with pytest.raises(DataError) as refusal:
+    with raises(DataError, *parts):
         cache.step(0, *change(*qkv()), scaling=1.0)
-    for part in parts:
-        assert part in str(refusal.value)
     assert cache.batch_size == 0
     for layer in range(2):
         cache.step(layer, *qkv(), scaling=1.0)
@@ -66,18 +63,16 @@ def test_wrong_tensors_are_refused_before_anything_changes(change, parts):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda k, v: (torch.cat([k, k], 2), v), ["keys of layer 0", "(1, 3, 4, 64)", "expected (1, 3, 2, 64)"]),
-        (lambda k, v: (k, v[:, :2]), ["values of layer 0", "expected (1, 3, 2, 64)"]),
-        (lambda k, v: (k.half(), v), ["of layer 0 are torch.float16"]),
-        (lambda k, v: (k * float("nan"), v), ["keys of layer 0 holds nan"]),
+        (lambda k, v: (torch.cat([k, k], 2), v), ["keys", "layer 0", "(1, 3, 4, 64)", "(1, 3, 2, 64)"]),
+        (lambda k, v: (k, v[:, :2]), ["values", "layer 0", "(1, 3, 2, 64)"]),
+        (lambda k, v: (k.half(), v), ["layer 0", "torch.float16"]),
+        (lambda k, v: (k * float("nan"), v), ["keys", "layer 0", "nan"]),
     ],
 )
 def test_wrong_tensors_to_append_are_refused_before_anything_changes(change, parts):
     cache = make()
-    with pytest.raises(DataError) as refusal:
+    with raises(DataError, *parts):
         cache.append(0, *change(*qkv()[1:]))
-    for part in parts:
-        assert part in str(refusal.value)
     assert cache.batch_size == 0
 
 
@@ -92,31 +87,31 @@ def test_appending_stores_what_a_step_stores():
 
 
 def test_a_layer_that_does_not_exist_is_refused():
-    with pytest.raises(DataError, match="layer 2 does not exist; the cache has 2 layers"):
+    with raises(DataError, "layer 2", "2 layers"):
         make().step(2, *qkv(), scaling=1.0)
 
 
 @pytest.mark.parametrize("softcap", [0.0, -1.0])
 def test_a_softcap_that_is_not_positive_is_refused(softcap):
-    with pytest.raises(DataError, match=r"softcap=.* must lie between 0.001 and 10000; None for no cap"):
+    with raises(DataError, f"softcap={softcap}", "0.001", "10000", "None"):
         make().step(0, *qkv(), scaling=1.0, softcap=softcap)
 
 
 @pytest.mark.parametrize(
-    "bad",
+    "bad, parts",
     [
-        {"scaling": 0.0},
-        {"scaling": -1.0},
-        {"softcap": 1e7},
-        {"sink_logits": torch.zeros(3)},
-        {"valid": torch.tensor([[True, True, False]])},
+        ({"scaling": 0.0}, ("scaling=0.0", "1e30")),
+        ({"scaling": -1.0}, ("scaling=-1.0", "1e30")),
+        ({"softcap": 1e7}, ("softcap=10000000.0", "10000", "None")),
+        ({"sink_logits": torch.zeros(3)}, ("sink_logits", "[4]", "[3]")),
+        ({"valid": torch.tensor([[True, True, False]])}, ("layer 1", "mask")),
     ],
     ids=str,
 )
-def test_a_later_layer_s_bad_call_takes_the_pass_back(bad):
+def test_a_later_layer_s_bad_call_takes_the_pass_back(bad, parts):
     cache, mask = make(layers=2), torch.tensor([[False, True, True]])
     cache.step(0, *qkv(), scaling=1.0, valid=mask)
-    with pytest.raises(DataError, match=next(iter(bad)).replace("valid", "layer 1 brings another mask of real tokens")):
+    with raises(DataError, *parts):
         cache.step(1, *qkv(), **({"scaling": 1.0, "valid": mask} | bad))
     assert not cache.in_pass and cache.seq_lens == []
     cache.begin(1, 3, mask)  # whose mask cleans what layers bring without one
@@ -131,13 +126,7 @@ def test_another_batch_size_is_refused_with_the_ways_to_change_it():
     pair = Pair(make())
     pair.append(2, 5)
     before = picture(pair.cache)
-    with pytest.raises(
-        CacheStateError,
-        match=(
-            r"holds 2 sequences but was given 3; use batch_select_indices\(\) \(PagedCache: select\(\)\), or reset\(\)"
-            r" first"
-        ),
-    ):
+    with raises(CacheStateError, 2, 3, "batch_select_indices()", "select()", "reset()"):
         pair.cache.step(0, *qkv(batch=3), scaling=1.0)
     assert picture(pair.cache) == before
     pair.append(2, 1)
@@ -145,27 +134,23 @@ def test_another_batch_size_is_refused_with_the_ways_to_change_it():
 
 
 def test_a_mask_of_another_shape_is_refused():
-    with pytest.raises(DataError, match=r"valid has shape \(1, 4\), expected \(1, 3\)"):
+    with raises(DataError, "valid", "(1, 4)", "(1, 3)"):
         make().step(0, *qkv(), scaling=1.0, valid=torch.ones(1, 4, dtype=torch.bool))
 
 
 def test_layers_out_of_step_are_refused():
     cache = make(layers=3)
     cache.step(0, *qkv(), scaling=1.0)
-    with pytest.raises(CacheStateError, match="layer 0 attended twice in one forward pass while 2 layers did not come"):
+    with raises(CacheStateError, "layer 0", "2 layers", "abandon()", "reset()"):
         cache.step(0, *qkv(), scaling=1.0)
-    with pytest.raises(
-        DataError, match=r"layer 1 was given \(1, 2\) \(sequences, tokens\), but this forward pass has \(1, 3\)"
-    ):
+    with raises(DataError, "layer 1", "(1, 2)", "(1, 3)"):
         cache.step(1, *qkv(tokens=2), scaling=1.0)
     assert not cache.in_pass and cache.seq_lens == []  # a layer that cannot be takes the pass back
     cache.step(0, *qkv(), scaling=1.0)
-    with pytest.raises(CacheStateError, match=r"never reached layer 1 \(2 layers missing\)"):
+    with raises(CacheStateError, "layer 1", "2 layers", "abandon()", "reset()", "free()"):
         cache.begin(1, 1)
     for operation in (lambda: cache.crop(1), lambda: cache.select([0]), lambda: cache.fork(0), lambda: cache.repeat(2)):
-        with pytest.raises(
-            CacheStateError, match=r"in the middle of a forward pass \(2 layers to go\); finish it, or call reset\(\)"
-        ):
+        with raises(CacheStateError, "2 layers", "reset()", "abandon()"):
             operation()
     cache.reset()
     for layer in range(3):
@@ -176,40 +161,40 @@ def test_freeing_one_sequence_does_not_hide_that_others_were_left_unfinished():
     cache = make(layers=2)
     cache.step(0, *qkv(batch=2), scaling=1.0)  # layer 1 never comes
     cache.free(0)
-    with pytest.raises(CacheStateError, match="never reached layer 1"):
+    with raises(CacheStateError, "layer 1", "abandon()"):
         cache.begin(2, 1)
     cache.free(1)
     cache.begin(2, 1)
 
 
 @pytest.mark.parametrize(
-    ("operation", "message"),
+    ("operation", "parts"),
     [
-        (lambda c: c.crop(-1), "cannot crop sequence 0 to -1 tokens; it has 5"),
-        (lambda c: c.crop([3, 9]), "cannot crop sequence 1 to 9 tokens; it has 5"),
-        (lambda c: c.crop([3]), "1 length for 2 sequences"),
-        (lambda c: c.crop(3.7), "length=3.7 must be a whole number"),
-        (lambda c: c.crop("5"), "length='5' must be a whole number"),
-        (lambda c: c.crop([1, None]), "length=None must be a whole number"),
-        (lambda c: c.select([0, 2]), "sequence 2 does not exist; the cache holds 2"),
-        (lambda c: c.select([-1]), "sequence -1 does not exist"),
-        (lambda c: c.select([]), r"select\(\) of no sequence; use reset\(\)"),
-        (lambda c: c.fork(5), "sequence 5 does not exist"),
-        (lambda c: c.free(2), "sequence 2 does not exist"),
-        (lambda c: c.repeat(0), "repeat=0 .* from 1"),
-        (lambda c: c.repeat(1.5), "repeat=1.5 .* whole number"),
-        (lambda c: c.select([0.7]), "sequence=0.7 .* whole number"),
-        (lambda c: c.free("a"), "sequence='a' .* whole number"),
-        (lambda c: c.swap_in(0, None), "NoneType is not a swapped sequence"),
-        (lambda c: c.dequantize(0, 3), "sequence 3 does not exist"),
-        (lambda c: c.dequantize(7, 0), "layer 7 does not exist"),
+        (lambda c: c.crop(-1), ("sequence 0", "-1 tokens", 5)),
+        (lambda c: c.crop([3, 9]), ("sequence 1", "9 tokens", 5)),
+        (lambda c: c.crop([3]), ("1 length", "2 sequences")),
+        (lambda c: c.crop(3.7), ("length=3.7", "whole number")),
+        (lambda c: c.crop("5"), ("length='5'", "whole number")),
+        (lambda c: c.crop([1, None]), ("length=None", "whole number")),
+        (lambda c: c.select([0, 2]), ("sequence 2", "holds 2")),
+        (lambda c: c.select([-1]), ("sequence -1", "holds 2")),
+        (lambda c: c.select([]), ("select()", "reset()")),
+        (lambda c: c.fork(5), ("sequence 5", "holds 2")),
+        (lambda c: c.free(2), ("sequence 2", "holds 2")),
+        (lambda c: c.repeat(0), ("repeat=0", "from 1", "reset()")),
+        (lambda c: c.repeat(1.5), ("repeat=1.5", "whole number")),
+        (lambda c: c.select([0.7]), ("sequence=0.7", "whole number")),
+        (lambda c: c.free("a"), ("sequence='a'", "whole number")),
+        (lambda c: c.swap_in(0, None), ("NoneType", "swap_out()")),
+        (lambda c: c.dequantize(0, 3), ("sequence 3", "holds 2")),
+        (lambda c: c.dequantize(7, 0), ("layer 7", "2 layers")),
     ],
 )
-def test_wrong_rows_and_lengths_are_refused_and_change_nothing(operation, message):
+def test_wrong_rows_and_lengths_are_refused_and_change_nothing(operation, parts):
     pair = Pair(make())
     pair.append(2, 5)
     before = picture(pair.cache)
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, *parts):
         operation(pair.cache)
     assert picture(pair.cache) == before
     pair.check()
@@ -235,13 +220,7 @@ def test_cropping_past_a_released_window_is_refused_for_all_layers_together():
     pair = Pair(PagedCache(spec, backend="reference"))
     pair.append(2, 200)
     before = picture(pair.cache)
-    with pytest.raises(
-        CacheStateError,
-        match=(
-            r"cannot crop sequence 1 from 200 to 100 tokens: layers 1\.\. have a sliding window of 40 .* call"
-            r" keep_past\(\)"
-        ),
-    ):
+    with raises(CacheStateError, "sequence 1", 200, 100, "layers 1..", 40, "keep_past()"):
         pair.cache.crop([200, 100])
     assert picture(pair.cache) == before
     pair.cache.crop([200, 0])
@@ -250,39 +229,33 @@ def test_cropping_past_a_released_window_is_refused_for_all_layers_together():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "parts"),
     [
-        (
-            {"batch_size": 2},
-            (
-                "batch_size=2 fixes nothing without max_tokens, the tokens of each sequence; give both, or neither: the"
-                " cache grows"
-            ),
-        ),
-        ({"batch_size": 0, "max_tokens": 5}, "batch_size=0 must be a whole number of at least 1"),
-        ({"batch_size": 1, "max_tokens": -5}, "max_tokens=-5 must be a whole number of at least 1"),
-        ({"backend": "tpu"}, "unknown backend 'tpu'.*known: auto, cpu, cuda, reference"),
-        ({"backend": "cuda"}, "backend='cuda' has no kernel for what lies on cpu; use 'cpu', 'reference' or 'auto'"),
+        ({"batch_size": 2}, "batch_size=2 max_tokens"),
+        ({"batch_size": 0, "max_tokens": 5}, "batch_size=0 1"),
+        ({"batch_size": 1, "max_tokens": -5}, "max_tokens=-5 1"),
+        ({"backend": "tpu"}, "'tpu' auto cpu cuda reference"),
+        ({"backend": "cuda"}, "backend='cuda' cpu 'cpu' 'reference' 'auto'"),
     ],
 )
-def test_wrong_options_are_refused_at_construction(arguments, message):
-    with pytest.raises(SpecError, match=message):
+def test_wrong_options_are_refused_at_construction(arguments, parts):
+    with raises(SpecError, *parts.split()):
         PagedCache(make().spec, **arguments)
 
 
 def test_static_schemes_without_fitting_calibration_are_refused():
     spec = CacheSpec(scheme=schemes.get("int8_static"), layers=(FULL,) * 2)
-    with pytest.raises(SpecError, match="'int8_static' needs calibrated parameters; run `kvbits calibrate`"):
+    with raises(SpecError, "int8_static", "kvbits calibrate"):
         PagedCache(spec)
     good = {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
-    for static, message in (
-        ([good], "calibration of 1 layers for a cache of 2"),
-        ([good, {"k_scale": torch.ones(2, 1)}], "no v_scale of layer 1"),
-        ([good, good | {"k_scale": torch.ones(2, 4)}], r"k_scale of layer 1 .*\(2, 4\), expected \(2, 1\)"),
-        ([good, good | {"k_scale": [[1.0], [1.0]]}], "k_scale of layer 1 must be a tensor .* got list"),
-        ([good, None], "static must be a list with one dict of tensors for each layer"),
+    for static, parts in (
+        ([good], (1, 2, "layers")),
+        ([good, {"k_scale": torch.ones(2, 1)}], ("v_scale", "layer 1", "[2, 1]", "kvbits calibrate")),
+        ([good, good | {"k_scale": torch.ones(2, 4)}], ("k_scale", "layer 1", (2, 4), (2, 1), "kvbits calibrate")),
+        ([good, good | {"k_scale": [[1.0], [1.0]]}], ("k_scale", "layer 1", "tensor", "[2, 1]", "list")),
+        ([good, None], ("static", "list", "dict", "Calibration.static")),
     ):
-        with pytest.raises(SpecError, match=message):
+        with raises(SpecError, *parts):
             PagedCache(spec, static=static)
 
 
@@ -294,14 +267,7 @@ def test_scales_that_cannot_be_are_refused_with_their_place(bad):
     spoilt = {name: x.clone() for name, x in good.items()}
     PagedCache(spec, static=[good, spoilt])
     spoilt["v_scale"][1, 0] = bad  # in a tensor that was accepted before
-    shown = re.escape(format(bad, "g"))
-    with pytest.raises(
-        SpecError,
-        match=(
-            rf"v_scale of layer 1 holds {shown} at \[1, 0\], where only positive and finite numbers up to 1e\+30 can"
-            r" be; run `kvbits calibrate`"
-        ),
-    ):
+    with raises(SpecError, "v_scale", "layer 1", f"{bad:g}", "[1, 0]", "1e+30", "kvbits calibrate"):
         PagedCache(spec, static=[good, spoilt])
 
 
@@ -316,10 +282,7 @@ def test_nonfinite_prompts_are_refused_with_layer_and_position_and_can_be_repeat
     q, k, v = qkv()
     broken = (k if which == "keys" else v).clone()
     broken[0, 2, 1, 7] = bad
-    with pytest.raises(
-        DataError,
-        match=rf"{which} of layer 1 holds {bad} at position \(0, 2, 1, 7\) \(1 of 384 elements .* try bfloat16",
-    ):
+    with raises(DataError, which, "layer 1", bad, "(0, 2, 1, 7)", 384, "bfloat16"):
         cache.step(1, q, *((broken, v) if which == "keys" else (k, broken)), scaling=1.0)
     cache.step(1, q, k, v, scaling=1.0)
     assert cache.seq_lens == [3]
@@ -329,7 +292,7 @@ def test_nonfinite_prompts_are_refused_with_layer_and_position_and_can_be_repeat
 def test_a_nonfinite_first_layer_leaves_the_cache_as_it_was():
     cache = make()
     q, k, v = qkv()
-    with pytest.raises(DataError, match="keys of layer 0"):
+    with raises(DataError, "keys", "layer 0"):
         cache.step(0, q, k * float("nan"), v, scaling=1.0)
     assert cache.seq_lens == []
 
@@ -339,7 +302,7 @@ def test_a_nonfinite_decoded_token_is_refused_and_leaves_no_trace():
     cache.step(0, *qkv(tokens=20), scaling=1.0)
     q, k, v = qkv(tokens=1)
     k[0, 0, 1, 3] = float("nan")
-    with pytest.raises(DataError, match=r"keys of layer 0 holds nan at position \(0, 0, 1, 3\)"):
+    with raises(DataError, "keys", "layer 0", "nan", "(0, 0, 1, 3)"):
         cache.step(0, q, k, v, scaling=1.0)
     assert cache.seq_lens == [20]
     cache.step(0, *qkv(tokens=1), scaling=1.0)
@@ -357,7 +320,7 @@ def test_padding_may_hold_anything():
 def test_a_scale_that_overflows_float16_is_refused_with_the_dtype_to_use():
     cache = make("int8", layers=1, page_size=32)
     q, k, v = qkv(tokens=70)
-    with pytest.raises(DataError, match=r"magnitude .* overflows float16; use scale_dtype='float32' or 'bfloat16'"):
+    with raises(DataError, "keys", "layer 0", "float16", "scale_dtype='float32'", "bfloat16"):
         cache.step(0, q, k * 1e8, v, scaling=1.0)
 
 
@@ -430,9 +393,7 @@ def test_queries_whose_scores_overflow_are_refused(name, dtype):
     cache.step(0, *qkv(tokens=200, dtype=getattr(torch, dtype)), scaling=0.1)
     q, k, v = qkv(tokens=1, dtype=getattr(torch, dtype))
     for bad in (3e38, -3e38, float("inf")):
-        with pytest.raises(
-            DataError, match=r"queries of layer 0 reach (3e\+38|inf), beyond 1.26765e\+30, .* Nothing was stored"
-        ):
+        with raises(DataError, "queries", "layer 0", "1.26765e+30"):
             cache.step(0, q.index_fill(3, torch.tensor([5]), bad), k, v, scaling=0.1)
     assert cache.seq_lens == [200] and not cache.in_pass
     large = q.sign() * 1e30
@@ -458,21 +419,21 @@ def test_counts_and_lists_of_the_wrong_kind_are_refused():
         cache.append(layer, *qkv(tokens=100)[1:])
     before = picture(cache)
     wrong = [
-        (lambda: cache.begin(1, 1.5), "tokens of a forward pass=1.5"),
-        (lambda: cache.begin("x", 1), "sequences of a forward pass='x'"),
-        (lambda: cache.drop_pages(0, 5), "pages=5 must be a list"),
-        (lambda: cache.drop_pages(0, [5]), "pages of a layer group=5"),
-        (lambda: cache.drop_pages(0, [["a", 1]]), "begins at token='a'"),
-        (lambda: cache.select(3), "sequences=3 must be a list"),
-        (lambda: cache.select(None), "sequences=None"),
-        (lambda: cache.dequantize([0], 0), r"layer \[0\] does not exist"),
-        (lambda: cache.dequantize(0, 0, torch.int32), "float dtype"),
-        (lambda: cache.dequantize(0, 0, "float32"), "float dtype"),
-        (lambda: cache.append(0, None, None), "must be tensors, got NoneType"),
-        (lambda: cache.set_tiers(0, 5), "tiers=5 must be a list"),
+        (lambda: cache.begin(1, 1.5), ("tokens", "1.5", "whole number")),
+        (lambda: cache.begin("x", 1), ("sequences", "'x'", "whole number")),
+        (lambda: cache.drop_pages(0, 5), ("pages=5", "list")),
+        (lambda: cache.drop_pages(0, [5]), ("layer group=5", "list")),
+        (lambda: cache.drop_pages(0, [["a", 1]]), ("token='a'", "whole number")),
+        (lambda: cache.select(3), ("sequences=3", "list")),
+        (lambda: cache.select(None), ("sequences=None", "list")),
+        (lambda: cache.dequantize([0], 0), ("layer [0]", "2 layers")),
+        (lambda: cache.dequantize(0, 0, torch.int32), ("torch.int32", "float")),
+        (lambda: cache.dequantize(0, 0, "float32"), ("'float32'", "float")),
+        (lambda: cache.append(0, None, None), ("tensors", "NoneType")),
+        (lambda: cache.set_tiers(0, 5), ("tiers=5", "list")),
     ]
-    for call, says in wrong:
-        with pytest.raises((DataError, SpecError), match=says):
+    for call, parts in wrong:
+        with raises((DataError, SpecError), *parts):
             call()
         assert not cache.in_pass
     assert picture(cache) == before

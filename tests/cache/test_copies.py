@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from cache_checks import Pair, check_books
+from nightly import at_night
 from ops.cpu_cases import needs_library, statics_of
 
 from kvbits import schemes
@@ -45,12 +46,8 @@ def read_from(cache, row, group=0):
 @needs_library
 @pytest.mark.parametrize(
     "copies, backend",
-    [
-        pytest.param(ONE, "reference", id="one kind, reference", marks=pytest.mark.night),
-        pytest.param(TWO, "reference", id="two kinds, reference"),
-        pytest.param(ONE, "auto", id="one kind"),
-        pytest.param(TWO, "auto", id="two kinds"),
-    ],
+    [*at_night((ONE, "reference")), (TWO, "reference"), (ONE, "auto"), (TWO, "auto")],
+    ids=["one kind, reference", "two kinds, reference", "one kind", "two kinds"],
 )
 def test_attention_reads_each_token_from_the_copy_that_the_scheme_says(copies, backend):
     """Against float64 attention over what the scheme says: appends of one and of many, ragged rows, forks, crops."""

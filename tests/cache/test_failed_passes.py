@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from cache_checks import check_books, poison_free_pages
+from messages import raises
 
 from kvbits import later, schemes
 from kvbits.cache import inputs, layer_runner
@@ -61,19 +62,11 @@ def test_a_scale_that_overflows_names_the_place_and_loses_nothing(backend, side)
     cache, clean = overflowing(backend, side)
     waiting = cache.dequantize(1, 1)
     more = tokens_of(2, 1, 64)
+    place = "keys" if side == "k" else "values", "layer 1", "tokens 32 to 63", "sequence 1"
+    way_out = "scale_dtype='float32'", "'bfloat16'", "'int8'", "raw", "Override", "crop", "free", "select"
     for _ in range(2):  # every time
-        with pytest.raises(DataError) as refusal:
+        with raises(DataError, *place, "7.87e+06", "float16", 65504, *way_out):
             forward(cache, more)
-        for part in (
-            f"{'keys' if side == 'k' else 'values'} of layer 1, page of tokens 32 to 63 of sequence 1: ",
-            "of magnitude 7.87e+06 overflows float16",
-            (
-                "use scale_dtype='float32' or 'bfloat16' (float16 ends at 65504) in the specs of scheme 'int8', or keep"
-                " layer 1 raw (an Override)"
-            ),
-            "Nothing was stored in this pass; crop or free sequence 1, or select the others, which can then continue",
-        ):
-            assert part in str(refusal.value)
         assert not cache.in_pass and cache.seq_lens == [64, 64]
         check_books(cache)
         poison_free_pages(cache)
@@ -113,7 +106,7 @@ def test_a_bad_number_in_a_later_layer_takes_the_pass_back(count):
         forward(c, tokens_of(2, 64, 0))
     bad = tokens_of(2, count, 1)
     bad[2][2][0, -1, 0, 0] = float("nan")
-    with pytest.raises(DataError, match="values of layer 2 holds nan"):
+    with raises(DataError, "values", "layer 2", "nan"):
         forward(cache, bad)
     poison_free_pages(cache)
     assert_same(cache, clean, [0, 1])
@@ -134,7 +127,7 @@ def test_what_the_last_sharer_of_a_page_writes_is_taken_back_for_the_others(chan
         c.crop(lengths)
     bad = tokens_of(2, 2, 1)
     bad[2][1][0, -1, 0, 0] = float("nan")
-    with pytest.raises(DataError, match="keys of layer 2 holds nan"):
+    with raises(DataError, "keys", "layer 2", "nan"):
         forward(cache, bad)
     assert_same(cache, clean, [0, 1])
     check_books(cache)
@@ -149,7 +142,7 @@ def test_an_interrupted_pass_can_be_abandoned():
     cache.abandon()  # nothing to take back
     cache.step(0, *tokens_of(1, 1, 1)[0], scaling=0.125)  # closes pages of layer 0 and uses one of its tail pages again
     assert cache.in_pass
-    with pytest.raises(CacheStateError, match=r"call abandon\(\) to take the pass back"):
+    with raises(CacheStateError, "abandon()"):
         cache.begin(1, 1)
     cache.abandon()
     poison_free_pages(cache)
@@ -184,7 +177,7 @@ def test_a_pass_cannot_be_taken_back_past_a_freed_sequence():
     forward(cache, tokens_of(2, 64, 0))
     cache.step(0, *tokens_of(2, 1, 1)[0], scaling=0.125)
     cache.free(0)
-    with pytest.raises(CacheStateError, match="after a sequence was freed during the pass"):
+    with raises(CacheStateError, "freed"):
         cache.abandon()
     cache.free(1)
     forward(cache, tokens_of(2, 5, 2))
@@ -198,9 +191,7 @@ def test_layers_of_a_pass_that_lost_all_its_sequences_begin_no_other():
     cache.step(0, *more[0], scaling=0.125)
     cache.free(0)
     for layer in (1, 2, 1):
-        with pytest.raises(
-            CacheStateError, match=f"layer {layer} comes to a forward pass that ended when its last sequence was freed"
-        ):
+        with raises(CacheStateError, f"layer {layer}", "freed"):
             cache.step(layer, *more[layer], scaling=0.125)
     forward(cache, more)
     assert cache.seq_lens == [5]
@@ -221,23 +212,14 @@ def waits_once(monkeypatch):
 
 @pytest.mark.parametrize("scheme", [{}, {"token_local": True, "residual_length": 0}], ids=["pages", "token_local"])
 @pytest.mark.parametrize(
-    "bad, message",
+    "bad, parts",
     [
-        (
-            torch.nan,
-            "keys of layer 1 hold NaN or infinity among the 70 tokens of sequence 1 .1 of 2 sequences have some",
-        ),
-        (-torch.inf, "keys of layer 1 hold NaN or infinity"),
-        (
-            1e9,
-            (
-                r"keys of layer 1, .*: a scale, bias or mean overflows float16; use scale_dtype=.* in the specs of"
-                r" scheme 'int8', or keep layer 1 raw"
-            ),
-        ),
+        (torch.nan, ("keys", "layer 1", "NaN", "70 tokens", "sequence 1", "1 of 2 sequences")),
+        (-torch.inf, ("keys", "layer 1", "infinity")),
+        (1e9, ("keys", "layer 1", "float16", "scale_dtype", "'int8'", "raw")),
     ],
 )
-def test_what_a_gpu_finds_at_the_end_of_a_pass_takes_the_whole_pass_back(waits_once, scheme, bad, message):
+def test_what_a_gpu_finds_at_the_end_of_a_pass_takes_the_whole_pass_back(waits_once, scheme, bad, parts):
     cache, clean = make(**scheme), make(**scheme)
     for c in (cache, clean):
         forward(c, tokens_of(2, 75, 0))
@@ -248,7 +230,7 @@ def test_what_a_gpu_finds_at_the_end_of_a_pass_takes_the_whole_pass_back(waits_o
         for layer in (0, 1):
             cache.step(layer, *more[layer], scaling=0.125)
         assert cache.in_pass and len(waits_once) == looks
-        with pytest.raises(DataError, match=message):
+        with raises(DataError, *parts):
             cache.step(2, *more[2], scaling=0.125)
         assert not cache.in_pass and len(waits_once) == looks + 1 and waits_once[-1] >= 3 * len(LAYERS)
         poison_free_pages(cache)
@@ -282,12 +264,9 @@ def test_a_bad_end_of_a_pass_after_a_freed_sequence_is_said_until_the_others_go(
     cache.step(0, *more[0], scaling=0.125)
     cache.step(1, *more[1], scaling=0.125)
     cache.free(0)
-    with pytest.raises(DataError, match="values of layer 1 hold NaN"):
+    with raises(DataError, "values", "layer 1", "NaN"):
         cache.step(2, *more[2], scaling=0.125)
-    with pytest.raises(
-        CacheStateError,
-        match="failed in its last layer and was not taken back; .* if a sequence was freed in it, reset",
-    ):
+    with raises(CacheStateError, "abandon", "reset"):
         forward(cache, more)
     cache.free(1)
     forward(cache, tokens_of(2, 5, 2))

@@ -14,6 +14,7 @@ import torch
 from cache_checks import Pair, check_books, check_values, drop_pass, picture, poison_free_pages
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import raises
 from ops.cpu_cases import static_params
 
 from kvbits import schemes
@@ -64,10 +65,7 @@ def test_outliers_outside_of_their_page_are_refused(tmp_path):
     pools = cache.groups[0].pools
     section(pools["closed"].block(0), pools["closed"].layout, "v_outlier_index").fill_(-1)
     cache.save(tmp_path / "cache")
-    with pytest.raises(
-        DataError,
-        match="an outlier at element .* of its 2048, which no quantized page has: .* compute its tokens again",
-    ):
+    with raises(DataError, "outlier", 2048):
         PagedCache.load(tmp_path / "cache").dequantize(0, 0)
 
 
@@ -138,14 +136,8 @@ def test_a_loaded_cache_that_is_full_says_what_it_was_built_for_and_can_be_loade
     path = tmp_path / "cache"
     pair.cache.save(path)
     loaded = PagedCache.load(path, backend="reference")
-    with pytest.raises(PoolFullError) as refusal:
+    with raises(PoolFullError, "3 sequences", "200 tokens", "151 tokens", "3 x 400", "load(.., grow=True)"):
         loaded.begin(3, 400)
-    for part in (
-        "a cache built for 3 sequences of 200 tokens, now of 151 tokens, was given 3 x 400",
-        "a saved one, with load(.., grow=True)",
-    ):
-        assert part in str(refusal.value)
-    assert "1 more page but" in str(refusal.value) or "more pages but" in str(refusal.value)
     pair.cache = PagedCache.load(path, backend="reference", grow=True)
     pair.model.fixed = False
     pair.append(3, 400)
@@ -169,7 +161,7 @@ def test_a_rank_reads_its_kv_heads_of_a_file(ranks, tmp_path):
             for row in range(3):
                 for mine, x in zip(part.dequantize(layer, row), whole.dequantize(layer, row), strict=True):
                     assert torch.equal(mine, x[:, heads])
-    with pytest.raises(FileFormatError, match="2 kv heads, which 3 ranks cannot share"):
+    with raises(FileFormatError, "2 kv heads", "3 ranks"):
         PagedCache.load(tmp_path / "a", shard=(0, 3))
 
 
@@ -211,7 +203,7 @@ def test_every_truncated_file_is_refused(cut):
     data = path.read_bytes()
     short = path.with_name("short")
     short.write_bytes(data[: cut % len(data)])
-    with pytest.raises(FileFormatError, match=r"short (is|.*is) truncated"):
+    with raises(FileFormatError, "short", "truncated"):
         PagedCache.load(short)
 
 
@@ -243,43 +235,31 @@ def _shared_file() -> Path:
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 100, b"\xff" * 100, b"PK\x03\x04" + bytes(500)])
 def test_foreign_bytes_are_refused(content, tmp_path):
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(
-        FileFormatError,
-        match=(
-            r"x is truncated: \d+ bytes? where a blob has a header of 128.*; copy the file again|x is not a kvbits"
-            r" blob.*; copy the file again"
-        ),
-    ):
+    with raises(FileFormatError, tmp_path / "x", "copy"):
         PagedCache.load(tmp_path / "x")
 
 
 def test_a_missing_file_is_missing(tmp_path):
-    with pytest.raises(
-        FileFormatError, match="no saved cache at .*nowhere': nothing is there; give the file that `cache.save"
-    ):
+    with raises(FileFormatError, "nowhere", "cache.save"):
         PagedCache.load(tmp_path / "nowhere")
 
 
 def test_another_version_is_refused_with_both_versions(saved, monkeypatch):
     _, path = saved
     monkeypatch.setattr(blob, "FORMATS_VERSION", 7)
-    with pytest.raises(
-        FileFormatError, match="formats_version 2, but this kvbits reads 7; read it with the version that wrote it"
-    ):
+    with raises(FileFormatError, "formats_version 2", 7):
         PagedCache.load(path)
     monkeypatch.undo()
     ours = blob.BLOB_VERSION
     monkeypatch.setattr(blob, "BLOB_VERSION", ours + 1)
-    with pytest.raises(FileFormatError, match=f"blob_version {ours}, but this kvbits reads {ours + 1}; read it with"):
+    with raises(FileFormatError, f"blob_version {ours}", ours + 1):
         PagedCache.load(path)
 
 
 def test_another_spec_than_the_expected_one_is_refused_by_field(saved):
     pair, path = saved
     assert PagedCache.load(path, spec=pair.cache.spec).seq_lens == pair.cache.seq_lens
-    with pytest.raises(
-        FileFormatError, match=r"scheme 'int4' for 3 layers, .* \('int8', 3 layers\) in scheme; pass spec=None"
-    ):
+    with raises(FileFormatError, "'int4'", "3 layers", "'int8'", "scheme", "spec=None"):
         PagedCache.load(path, spec=small_spec("int8"))
 
 
@@ -387,10 +367,9 @@ def first_sequence(about):
 def test_contents_that_cannot_be_are_refused_before_a_kernel_reads_them(saved, change):
     _, path = saved
     PagedCache.load(rewritten(path, lambda about: None))
-    with pytest.raises(
-        FileFormatError, match="invalid|where PARAMETERS belongs|other pages|is truncated|of 2 sequences|not belong"
-    ) as refusal:
-        PagedCache.load(rewritten(path, change))
+    bad = rewritten(path, change)
+    with raises(FileFormatError, bad, "save") as refusal:
+        PagedCache.load(bad)
     assert "checksum" not in str(refusal.value)
 
 
@@ -424,7 +403,7 @@ def with_header(path, number, **changes):
 )
 def test_sizes_that_cannot_be_are_refused_before_anything_is_read_by_them(saved, number, changes):
     _, path = saved
-    with pytest.raises(FileFormatError, match="bad"):
+    with raises(FileFormatError, "bad"):
         PagedCache.load(with_header(path, number, **changes))
 
 
@@ -432,21 +411,21 @@ def test_blobs_that_overlap_come_twice_or_are_missing_are_refused(saved):
     pair, path = saved
     blobs = list(blobs_of(path))
     bad = path.with_name("bad")
-    for wrong, reason in (
-        (blobs + blobs[-1:], "holds 4 of 3 sequences"),
-        (blobs[:2] + blobs[1:], "is not the next one"),
-        (blobs[:-1], "is truncated: it holds 2 of 3 sequences"),
-        ([blobs[0], *blobs[2:]], "is not the next one"),
-        ([blobs[0], *blobs[:0:-1]], "is not the next one"),
+    for wrong, parts in (
+        (blobs + blobs[-1:], "4 3 copy"),
+        (blobs[:2] + blobs[1:], "column=0 copy"),
+        (blobs[:-1], "truncated 2 3 copy"),
+        ([blobs[0], *blobs[2:]], "column=3 copy"),
+        ([blobs[0], *blobs[:0:-1]], "column=3 copy"),
     ):
         bad.write_bytes(b"".join(wrong))
-        with pytest.raises(FileFormatError, match=reason):
+        with raises(FileFormatError, bad, *parts.split()):
             PagedCache.load(bad)
     header = Header.parse(blobs[1], "the file")
     table = Table.parse(
         header, blobs[1][128 : 128 + header.table_bytes], [g.group for g in pair.cache.groups], "the file"
     )
-    with pytest.raises(FileFormatError, match="names a page twice"):
+    with raises(FileFormatError, "page"):
         text = Table([table.pages[0]] * len(table.pages), table.sums).pack()
         Table.parse(
             dataclasses.replace(header, table_crc=zlib.crc32(text)), text, [g.group for g in pair.cache.groups], "it"
@@ -464,7 +443,7 @@ def test_nothing_is_allocated_by_the_numbers_of_a_file_that_is_refused(saved, mo
     _, path = saved
     bad = rewritten(path, change)
     monkeypatch.setattr(pool, "allocate_slab", lambda nbytes, device: pytest.fail(f"{nbytes} bytes were allocated"))
-    with pytest.raises(FileFormatError, match="other pages than its sequences name|fixed capacity of .* bytes"):
+    with raises(FileFormatError, bad, "save"):
         PagedCache.load(bad)
 
 
@@ -477,7 +456,7 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(saved, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with raises(OSError, "No space left"):
         pair.cache.save(path)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
@@ -486,9 +465,9 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(saved, monkeypatch):
 def test_where_no_file_can_be_is_said_before_anything_is_written(tmp_path):
     cache = PagedCache(small_spec())
     (tmp_path / "folder").mkdir()
-    with pytest.raises(SpecError, match=r"save: '.*folder' is a directory; name a file in it"):
+    with raises(SpecError, "save", "folder"):
         cache.save(tmp_path / "folder")
-    with pytest.raises(SpecError, match="the directory .*nowhere does not exist; create it first"):
+    with raises(SpecError, "nowhere"):
         cache.save(tmp_path / "nowhere" / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
@@ -496,9 +475,9 @@ def test_where_no_file_can_be_is_said_before_anything_is_written(tmp_path):
 def test_saving_in_the_middle_of_a_forward_pass_is_refused(tmp_path):
     cache = PagedCache(small_spec(), backend="reference")
     cache.begin(1, 3)
-    with pytest.raises(CacheStateError, match=r"save in the middle of a forward pass \(3 layers to go\)"):
+    with raises(CacheStateError, "save", "3 layers"):
         cache.save(tmp_path / "x")
-    with pytest.raises(CacheStateError, match="swap_out in the middle"):
+    with raises(CacheStateError, "swap_out"):
         cache.swap_out(0)
     assert not os.listdir(tmp_path)
 
@@ -565,7 +544,7 @@ def test_a_swapped_sequence_can_be_copied_and_damage_in_memory_is_found():
     damaged.blobs[0][1] = damaged.blobs[0][1].copy()
     damaged.blobs[0][1][77] ^= 1
     before = picture(pair.cache)
-    with pytest.raises(FileFormatError, match="the swapped sequence is damaged"):
+    with raises(FileFormatError, "damaged"):
         pair.cache.swap_in(0, damaged)
     assert picture(pair.cache) == before
     pair.cache.swap_in(0, copied)
@@ -576,13 +555,11 @@ def test_refused_swaps_change_nothing_and_say_why():
     pair = busy_pair(batch_size=3, max_tokens=170)
     swapped = pair.cache.swap_out(0)
     before = picture(pair.cache)
-    with pytest.raises(
-        CacheStateError, match=r"sequence 1 holds 90 tokens; swap into an empty row, or free\(1\) first"
-    ):
+    with raises(CacheStateError, "sequence 1", "90 tokens", "free(1)"):
         pair.cache.swap_in(1, swapped)
-    with pytest.raises(DataError, match="sequence 7 does not exist; the cache holds 3"):
+    with raises(DataError, "sequence 7", 3):
         pair.cache.swap_in(7, swapped)
-    with pytest.raises(DataError, match="of another scheme or geometry; swap it into a cache of the same spec"):
+    with raises(DataError, "scheme", "geometry", "spec"):
         _into_other(swapped)
     assert picture(pair.cache) == before
 
@@ -601,7 +578,7 @@ def test_a_sequence_quantized_with_other_scales_is_refused():
     ]
     a, b = (busy_pair(spec, s) for s in statics)
     b.cache.free(0)
-    with pytest.raises(DataError, match="of another calibration"):
+    with raises(DataError, "calibration"):
         b.cache.swap_in(0, a.cache.swap_out(0))
 
 
@@ -639,9 +616,7 @@ def test_speculative_tokens_do_not_leave_and_an_interrupted_return_leaves_the_ro
     k = torch.randn(1, 300, 2, 64).bfloat16()
     cache.append(0, k, k)
     cache.keep_past()
-    with pytest.raises(
-        CacheStateError, match=r"swap_out\(\) while tokens are speculative; crop\(\) to the present length first"
-    ):
+    with raises(CacheStateError, "swap_out()", "speculative", "crop()"):
         cache.swap_out(0)
     cache.crop(300)
     before = cache.dequantize(0, 0)

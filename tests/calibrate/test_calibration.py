@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from messages import raises
 from safetensors.torch import load_file, save_file
 
 import kvbits.calibrate
@@ -73,7 +74,7 @@ def test_saving_replaces_and_a_failed_save_keeps_the_old_file(calibration, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.save", fail)
-        with pytest.raises(OSError, match="disk full"):
+        with raises(OSError, "disk full"):
             calibration.save(path)
     assert path.read_bytes() == b"old"
     calibration.save(path)
@@ -91,64 +92,51 @@ def test_the_id_names_scales_and_purpose(calibration):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "parts"),
     [
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-            "rope_parameters.rope_theta is 500000 here and 10000 in the calibration",
+            ("rope.rope_parameters.rope_theta", 500000, 10000),
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "rope.rope_parameters.factor is 4 here and absent",
+            ("rope.rope_parameters.factor", 4, "absent"),
         ),
-        ({"hidden_size": 128}, "model.hidden_size is 128 here and 64 in the calibration"),
-        ({"num_key_value_heads": 4}, r"geometry\[0\].num_kv_heads is 4 here and 2"),
-        ({"sliding_window": 32}, r"geometry\[0\].sliding_window is 32 here and absent"),
-        ({"num_hidden_layers": 5}, "geometry has 5 entries here and 3 in the calibration"),
-        ({"model_type": "qwen2", "attention_bias": True}, "model_type is 'qwen2' here and 'llama'"),
+        ({"hidden_size": 128}, ("model.hidden_size", 128, 64)),
+        ({"num_key_value_heads": 4}, ("geometry[0].num_kv_heads", 4, 2)),
+        ({"sliding_window": 32}, ("geometry[0].sliding_window", 32, "absent")),
+        ({"num_hidden_layers": 5}, ("geometry", 5, 3)),
+        ({"model_type": "qwen2", "attention_bias": True}, ("model.model_type", "'qwen2'", "'llama'")),
     ],
 )
-def test_another_model_is_refused(calibration, changes, message):
-    with pytest.raises(
-        CalibrationError,
-        match=rf"^this calibration was made for another model \(tiny\) \(.*{message}.*\); run `kvbits calibrate`",
-    ):
+def test_another_model_is_refused(calibration, changes, parts):
+    with raises(CalibrationError, "tiny", *parts, "kvbits calibrate"):
         calibration.fitted(config(**changes), SCHEME)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "message"),
+    ("scheme", "parts"),
     [
         (
             dataclasses.replace(SCHEME, value=dataclasses.replace(VALUE, granularity=PerGroup(16))),
-            r"specs\[1\].v.granularity.size is 16 here and 8",
+            ("specs[1].v.granularity.size", 16, 8),
         ),
         (
             dataclasses.replace(SCHEME, key=dataclasses.replace(KEY, symmetric=True)),
-            r"specs\[1\].k.symmetric is True here and False",
+            ("specs[1].k.symmetric", True, False),
         ),
-        (dataclasses.replace(SCHEME, value=dataclasses.replace(VALUE, static=False)), r"specs\[1\].v"),
-        (dataclasses.replace(SCHEME, overrides=()), r"specs\[0\].k"),
+        (dataclasses.replace(SCHEME, value=dataclasses.replace(VALUE, static=False)), ("specs[1].v", "absent", "int4")),
+        (dataclasses.replace(SCHEME, overrides=()), ("specs[0].k", "absent", "int8")),
     ],
 )
-def test_another_scheme_is_refused(calibration, scheme, message):
-    with pytest.raises(CalibrationError, match=rf"was made for another 'mine' \(.*{message}"):
+def test_another_scheme_is_refused(calibration, scheme, parts):
+    with raises(CalibrationError, "mine", *parts, "kvbits calibrate"):
         calibration.fitted(config(), scheme)
     named = Calibration(calibration.static, calibration.fingerprint, {"scheme": "theirs"}, "scales.safetensors")
-    with pytest.raises(
-        CalibrationError,
-        match=(
-            r"^calibration scales.safetensors was made for scheme 'theirs', not 'mine'; run `kvbits calibrate` for this"
-            r" model and scheme$"
-        ),
-    ):
+    with raises(CalibrationError, "scales.safetensors", "theirs", "mine", "kvbits calibrate"):
         named.fitted(config(), scheme)
-    with pytest.raises(
-        CalibrationError,
-        match=(
-            r"was made for another model and scheme 'theirs', not 'mine' \(model.hidden_size is 128 here and 64 in the"
-            r" calibration\); run"
-        ),
+    with raises(
+        CalibrationError, "scales.safetensors", "theirs", "mine", "model.hidden_size", 128, 64, "kvbits calibrate"
     ):
         named.fitted(config(hidden_size=128), scheme)
 
@@ -161,7 +149,7 @@ def test_what_does_not_change_scales_does_not_matter(calibration):
 
 
 def test_many_differences_are_counted(calibration):
-    with pytest.raises(CalibrationError, match="; model.vocab_size is 1 here and 64 in the calibration and 4 more"):
+    with raises(CalibrationError, "model.vocab_size", 1, 64, 4, "kvbits calibrate"):
         calibration.fitted(
             config(
                 model_type="a", vocab_size=1, hidden_size=2, intermediate_size=3, rms_norm_eps=1.0, hidden_act="relu"
@@ -188,32 +176,32 @@ def rewrite(path, metadata=None, **tensors):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "tensors", "message"),
+    ("metadata", "tensors", "parts"),
     [
-        ({"format": "other"}, {}, "not a kvbits calibration"),
-        ({"version": "9"}, {}, "version 9, this kvbits reads 4"),
-        ({"fingerprint": "{"}, {}, "damaged metadata"),
+        ({"format": "other"}, {}, f"'other' '{FORMAT}'"),
+        ({"version": "9"}, {}, "9 4"),
+        ({"fingerprint": "{"}, {}, "JSONDecodeError"),
         (
             {"fingerprint": json.dumps({"specs": [{"k": {"type": "Nothing"}}], "geometry": [{"num_kv_heads": 1}]})},
             {},
-            "damaged metadata",
+            "'Nothing'",
         ),
-        ({"info": None}, {}, "damaged metadata"),
-        ({"info": "[]"}, {}, "damaged metadata"),
-        ({"fingerprint": json.dumps({"specs": [3], "geometry": [3]})}, {}, "damaged metadata"),
-        ({}, {"layers__1__k_bias": None}, "lacks or adds tensors: layers.1.k_bias"),
-        ({}, {"layers__9__k_scale": torch.ones(1)}, "lacks or adds tensors: layers.9.k_scale"),
-        ({}, {"layers__1__k_scale": torch.ones(2, 8)}, r"float32 \(2, 8\), expected float32 \(2, 16\)"),
-        ({}, {"layers__1__k_scale": torch.ones(2, 16, dtype=torch.float16)}, "torch.float16"),
-        ({}, {"layers__1__k_scale": torch.zeros(2, 16)}, "no scale can have"),
-        ({}, {"layers__1__k_bias": torch.full((2, 16), torch.nan)}, "no scale can have"),
+        ({"info": None}, {}, "'info'"),
+        ({"info": "[]"}, {}, "info []"),
+        ({"fingerprint": json.dumps({"specs": [3], "geometry": [3]})}, {}, "metadata"),
+        ({}, {"layers__1__k_bias": None}, "layers.1.k_bias"),
+        ({}, {"layers__9__k_scale": torch.ones(1)}, "layers.9.k_scale"),
+        ({}, {"layers__1__k_scale": torch.ones(2, 8)}, "layers.1.k_scale 8) 16)"),
+        ({}, {"layers__1__k_scale": torch.ones(2, 16, dtype=torch.float16)}, "layers.1.k_scale torch.float16 float32"),
+        ({}, {"layers__1__k_scale": torch.zeros(2, 16)}, "layers.1.k_scale zero"),
+        ({}, {"layers__1__k_bias": torch.full((2, 16), torch.nan)}, "layers.1.k_bias NaN"),
     ],
 )
-def test_foreign_and_damaged_files_are_refused(calibration, tmp_path, metadata, tensors, message):
+def test_foreign_and_damaged_files_are_refused(calibration, tmp_path, metadata, tensors, parts):
     path = tmp_path / "c.safetensors"
     calibration.save(path)
     rewrite(path, metadata, **tensors)
-    with pytest.raises(FileFormatError, match=message):
+    with raises(FileFormatError, path, *parts.split()):
         Calibration.load(path)
 
 
@@ -223,12 +211,12 @@ def test_truncated_missing_and_plain_files_are_refused(calibration, tmp_path):
     whole = path.read_bytes()
     for cut in (0, 7, 20, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
-        with pytest.raises(FileFormatError, match="cannot read"):
+        with raises(FileFormatError, path, "kvbits calibrate"):
             Calibration.load(path)
-    with pytest.raises(FileFormatError, match="cannot read"):
+    with raises(FileFormatError, tmp_path / "nothing", "kvbits calibrate"):
         Calibration.load(tmp_path / "nothing")
     save_file({"x": torch.ones(1)}, path)
-    with pytest.raises(FileFormatError, match=f"not a kvbits calibration .*expected '{FORMAT}'"):
+    with raises(FileFormatError, path, FORMAT):
         Calibration.load(path)
 
 
@@ -238,15 +226,15 @@ def test_reading_a_calibration_needs_no_transformers():
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == "False"
     )
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'; it has Calibration"):
+    with raises(AttributeError, "nothing", "Calibration"):
         _ = kvbits.calibrate.nothing
 
 
 def test_where_no_file_can_be_is_said_before_anything_is_written(calibration, tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(SpecError, match=r"save: '.*folder' is a directory; name a file in it"):
+    with raises(SpecError, "save", "folder"):
         calibration.save(tmp_path / "folder")
-    with pytest.raises(SpecError, match="the directory .*nowhere does not exist; create it first"):
+    with raises(SpecError, "nowhere"):
         calibration.save(tmp_path / "nowhere" / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
@@ -263,8 +251,5 @@ def test_a_calibration_prints_in_a_line(calibration, tmp_path):
 
 def test_a_scheme_that_needs_none_is_told_so(calibration):
     plain = Scheme(name="plain", key=QuantSpec.raw(), value=QuantSpec.raw())
-    with pytest.raises(
-        CalibrationError,
-        match="scheme 'plain' needs no calibration: it takes its scales from each page.*leave calibration out",
-    ):
+    with raises(CalibrationError, "plain", "another"):
         calibration.fitted(config(), plain)

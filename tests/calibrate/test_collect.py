@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from messages import raises
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -156,7 +157,7 @@ def test_a_saved_calibration_serves_a_cache_of_the_same_model_only(model, tmp_pa
             y = y if y.shape == x.shape else y.transpose(0, 1)
             assert (x - y).abs().max() <= calibration.static[i][f"{side}_scale"].max() * 0.51
     assert not any(s for layer in cache.saturated for s in layer.values())
-    with pytest.raises(CalibrationError, match="rope_theta"):
+    with raises(CalibrationError, "rope_theta", 77, 10000):
         calibration.fitted(tiny(rope_parameters={"rope_type": "default", "rope_theta": 77.0}).config, scheme)
 
 
@@ -179,39 +180,34 @@ def test_scales_serve_generation_and_the_kvbits_attention_can_stay_on(model):
 
 
 @pytest.mark.parametrize(
-    ("given", "kwargs", "error", "message"),
+    ("given", "kwargs", "error", "parts"),
     [
-        ([], {}, DataError, "0 prompts or windows of a text leave no token"),
-        (
-            [[1, 2]],
-            {"skip_tokens": 2},
-            DataError,
-            "1 prompt or windows of a text leave no token behind the 2 that are skipped",
-        ),
-        ([[1, 2]], {"skip_tokens": -1}, SpecError, "skip_tokens=-1 is negative"),
-        ([[1, 2]], {"percentile": 50}, SpecError, "percentile=50 is outside"),
-        ([[]], {}, DataError, "token ids"),
-        ([torch.zeros(2, 2)], {}, DataError, "token ids"),
+        ([], {}, DataError, ("0 prompts", "longer")),
+        ([[1, 2]], {"skip_tokens": 2}, DataError, ("1 prompt", 2, "longer")),
+        ([[1, 2]], {"skip_tokens": -1}, SpecError, ("skip_tokens=-1", 0)),
+        ([[1, 2]], {"percentile": 50}, SpecError, ("percentile=50", 90, 100)),
+        ([[]], {}, DataError, ("(1, 0)", "torch.float32", "[batch, tokens]")),
+        ([torch.zeros(2, 2)], {}, DataError, ("(2, 2)", "torch.float32", "[batch, tokens]")),
         (
             [{"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 2)}],
             {},
             DataError,
-            r"attention_mask has shape \(1, 2\)",
+            ("attention_mask", "(1, 2)", "(1, 3)"),
         ),
     ],
 )
-def test_bad_prompts_are_refused(model, given, kwargs, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_prompts_are_refused(model, given, kwargs, error, parts):
+    with raises(error, *parts):
         calibrate(model, given, "int8_static", **kwargs)
 
 
 def test_schemes_and_models_without_static_scales_are_refused(model):
-    with pytest.raises(CalibrationError, match=r"'int8' takes its scales from each page.*int8_static"):
+    with raises(CalibrationError, "int8", "int8_static"):
         calibrate(model, prompts(), "int8")
-    with pytest.raises(SpecError, match="unknown scheme"):
+    with raises(SpecError, "int9", "int8"):
         calibrate(model, prompts(), "int9")
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1))
-    with pytest.raises(UnsupportedError, match="no layer of MambaConfig .* attends"):
+    with raises(UnsupportedError, "MambaConfig", "linear_attention"):
         calibrate(mamba, prompts(), "int8_static")
 
 
@@ -219,7 +215,7 @@ def test_broken_numerics_name_the_layer():
     model = tiny()
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0] = torch.inf
-    with pytest.raises(DataError, match="values of layer 1 holds"):
+    with raises(DataError, "values", "layer 1", "nan", "(0, 0, 0)"):
         calibrate(model, prompts(), "int8_static")
 
 
@@ -269,16 +265,20 @@ def test_windows_begin_as_the_tokenizer_begins():
 def test_short_texts_give_fewer_or_shorter_windows():
     assert sum(len(b) for b in prompts_from_text(Letters(), TEXT, num_prompts=128, length=300)) == 3
     assert prompts_from_text(Letters(), "abc", length=300)[0].shape == (1, 3)
-    with pytest.raises(DataError, match="empty"):
+    with raises(DataError, "empty"):
         prompts_from_text(Letters(), "")
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [({"num_prompts": 0}, "num_prompts=0"), ({"length": 1}, "length=1"), ({"batch_size": 0}, "batch_size=0")],
+    ("kwargs", "parts"),
+    [
+        ({"num_prompts": 0}, ("num_prompts=0", 1)),
+        ({"length": 1}, ("length=1", 2)),
+        ({"batch_size": 0}, ("batch_size=0", 1)),
+    ],
 )
-def test_bad_counts_are_refused(kwargs, message):
-    with pytest.raises(SpecError, match=message):
+def test_bad_counts_are_refused(kwargs, parts):
+    with raises(SpecError, *parts):
         prompts_from_text(Letters(), TEXT, **kwargs)
 
 

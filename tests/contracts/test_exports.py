@@ -1,6 +1,7 @@
 """The public surface, listed once: adding or removing a name is a decision, not an accident."""
 
 import pytest
+from messages import raises
 
 import kvbits
 from kvbits import errors
@@ -39,7 +40,7 @@ def test_every_export_resolves(name):
 
 
 def test_unknown_names_are_attribute_errors():
-    with pytest.raises(AttributeError, match="nonsense"):
+    with raises(AttributeError, "nonsense"):
         _ = kvbits.nonsense
 
 

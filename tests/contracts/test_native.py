@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from messages import raises
 
 from kvbits import schemes
 from kvbits.errors import SpecError, UnsupportedError
@@ -68,12 +69,9 @@ def test_choices_say_why():
     assert choice.backend == "reference"
     assert str(choice) == f"unpack by reference (cpu: {choice.refusals['cpu']}; cuda: {choice.refusals['cuda']})"
     choice.prepare()
-    with pytest.raises(
-        UnsupportedError,
-        match=r"unpack: cpu: .*; cuda: .*; reference: the pages are on meta; the reference reads page numbers on the host",
-    ):
+    with raises(UnsupportedError, "cpu", "cuda", "reference", "meta"):
         dispatch.choose("unpack", *given, torch.device("meta"))
-    with pytest.raises(SpecError, match=r"unpack: backend 'cuda' refuses this call: .*; use backend='auto'"):
+    with raises(SpecError, "'cuda'", "backend='auto'"):
         dispatch.choose("unpack", *given, torch.device("cpu"), backend="cuda")
-    with pytest.raises(SpecError, match="unknown backend 'gpu' for unpack; known: auto, cpu, cuda, reference"):
+    with raises(SpecError, "'gpu'", "auto", "cpu", "cuda", "reference"):
         dispatch.choose("unpack", *given, torch.device("cpu"), backend="gpu")

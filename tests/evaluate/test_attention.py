@@ -7,6 +7,7 @@ import math
 import pytest
 import tiny
 import torch
+from messages import raises
 
 from kvbits.errors import DataError
 from kvbits.evaluate.attention import LayerInputs, _bits, _clipped, measure, observe, statistics
@@ -100,7 +101,7 @@ def test_statistics_find_the_key_bias_and_the_sink(model):
 
 
 def test_a_text_without_history_is_refused(model):
-    with pytest.raises(DataError, match="no history"):
+    with raises(DataError, "64 tokens", "64 queries"):
         measure(observe(model, IDS[:64]), base_factory(model).make(1, 64))
 
 

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from commands import error, loads, run, run_json
+from messages import mentions, raises
 
 from kvbits import schemes
 from kvbits.cache.explain import ranges
@@ -59,7 +60,7 @@ def test_a_verdict_on_windows_read_in_16_bits_names_windows_that_show_more(schem
         return
     spec = CacheSpec(scheme=found.scheme, layers=layer_geometries(model.config))
     assert read_raw(spec, found.further, chunk=DECODING_CHUNK) <= MOSTLY_RAW
-    assert found.verdict.endswith("--length 4k` looks further") and found.to_dict()["further"] == 4096
+    assert "--length 4k`" in found.verdict and found.to_dict()["further"] == 4096
 
 
 def test_a_verdict_leads_to_no_windows_that_the_model_cannot_read():
@@ -72,13 +73,7 @@ def test_a_verdict_leads_to_no_windows_that_the_model_cannot_read():
 
 
 def test_windows_that_stay_raw_are_no_screen():
-    with pytest.raises(
-        SpecError,
-        match=(
-            r"'tiered_8k' keeps its newest .* windows of 512 tokens show nothing of its codes; give longer ones,"
-            r" --length \d+ for example"
-        ),
-    ):
+    with raises(SpecError, "tiered_8k", "512 tokens", "--length 5504"):
         check(tiny.model(), IDS, "tiered_8k", progress=False)
     assert check(tiny.model(), IDS, "raw", progress=False).passed
 
@@ -86,7 +81,7 @@ def test_windows_that_stay_raw_are_no_screen():
 def test_limits_are_limits():
     found = check(tiny.model(), IDS, "int8", limits=Limits(kl=0.0), progress=False)
     assert not found.passed and found.failures[0].startswith("KL ") and all(not v.failures for v in found.layers)
-    assert "every layer passes alone" in found.advice[0] and found.verdict.endswith("; the layers do")
+    assert mentions(found.advice[0], "layer", "KL") and mentions(found.verdict, "layers")
 
 
 def test_saturation_of_static_scales_is_seen():
@@ -99,9 +94,7 @@ def test_saturation_of_static_scales_is_seen():
 
     found = check(model, IDS, "int8_static", calibration=tight, progress=False)
     assert not found.passed and any("saturated" in f for v in found.layers for f in v.failures)
-    assert found.advised is None and any(
-        "no remedy was tried, each needs a calibration of its own; take more bits" in a for a in found.advice
-    )
+    assert found.advised is None and any(mentions(a, "calibration", "bits") for a in found.advice)
 
 
 def test_remedies_are_values_of_the_scheme_and_end_with_raw():
@@ -136,8 +129,8 @@ def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, cod
     assert 0 < overall["dp_rms"] < 1
     shown = run(command, code).stdout
     flat = " ".join(shown.split())
-    assert ("FAIL" in shown) == bool(code) and "cosine" in flat and "Bits left: " in flat
-    assert f"which read {data['overall']['read_raw']:.0%} of their history in 16 bits" in flat
+    assert ("FAIL" in shown) == bool(code) and "cosine" in flat and "Bits left" in flat
+    assert f"{data['overall']['read_raw']:.0%} of their history" in flat
     assert f"{overall['kl_median']:.5f}" in flat and f"{overall['dp_rms']:.2%}" in flat
     verdicts = {
         line.split("  ")[0]: line.split()[1 + line.startswith("whole")]
@@ -149,7 +142,7 @@ def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, cod
         if code
         else dict.fromkeys(("layers", "whole cache", "verdict"), "pass")
     )
-    assert f"exit code {code}: " in flat and ("every layer must pass too" in flat) == bool(code)
+    assert f"exit code {code}: " in flat
 
 
 def test_the_code_it_prints_makes_the_advised_scheme():
@@ -159,7 +152,7 @@ def test_the_code_it_prints_makes_the_advised_scheme():
     model = tiny.model(key_bias=200.0)
     # in short chunks this random model passes with no advice
     found = check(model, IDS, "int4", chunk=128, progress=False)
-    assert found.failed_layers == [0] and found.advised_passed and found.verdict.endswith(", and so must every layer")
+    assert found.failed_layers == [0] and found.advised_passed and "layer" in found.verdict
     for advised in (
         found.advised,
         dataclasses.replace(
@@ -223,11 +216,9 @@ def test_windows_too_short_for_a_scheme_are_refused_before_the_model_loads(monke
     layers = layer_geometries(model.config)
     chosen = schemes.for_layers(scheme, layers)
     require_length(chosen, layers, least)
-    with pytest.raises(
-        SpecError, match=f"windows of {length} tokens show nothing of its codes; give longer ones, --length "
-    ):
+    with raises(SpecError, scheme, f"{length} tokens", "--length"):
         require_length(chosen, layers, length)
-    with pytest.raises(SpecError, match="show nothing of its codes"):
+    with raises(SpecError, scheme, f"{length} tokens", "--length"):
         check(model, torch.zeros(1, length, dtype=torch.int64), chosen)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from messages import raises
 from nightly import at_night
 
 from kvbits.errors import DataError, SpecError
@@ -109,7 +110,7 @@ def test_likelihoods_are_those_of_one_plain_pass(model, prompts):
 
 
 def test_an_empty_prompt_is_refused(model):
-    with pytest.raises(DataError, match="each needs at least one"):
+    with raises(DataError, "1 prompts", 0):
         Rows(model, base_factory(model).make(1, 5), [torch.zeros(0, dtype=torch.int64)], 8)
 
 
@@ -199,9 +200,9 @@ def test_shares_are_said_by_depth_and_length(model):
 
 
 def test_prompts_that_cannot_be_are_refused(model):
-    with pytest.raises(DataError, match="pass the model's 4096 positions"):
+    with raises(DataError, 4116, 4096, "--contexts"):
         task("entities", model, contexts=(4096,))
-    with pytest.raises(DataError, match="50 tokens has no room for what is asked, which takes"):
+    with raises(DataError, "50 tokens", 977, "--contexts"):
         task("entities", model, contexts=(50,))
-    with pytest.raises(SpecError, match="depth 1.5"):
+    with raises(SpecError, 1.5, 0, 1):
         Options(depths=(1.5,))

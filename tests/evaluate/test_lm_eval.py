@@ -10,6 +10,7 @@ import sys
 import pytest
 import tiny
 import torch
+from messages import raises
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install lm-eval)")
 pytest.importorskip("datasets", reason="datasets is not installed (pip install datasets)")
@@ -52,7 +53,7 @@ def test_problems_are_put_as_the_benchmarks_put_them(tmp_path):
     )
     gsm = task("gsm8k", tmp_path, shots=2)
     assert gsm.problems["3"]["target"] == "4" and gsm.problems["3"]["prompt"].count("####") == 2
-    with pytest.raises(SpecError, match="examples"):
+    with raises(SpecError, "examples"):
         task("mmlu", tmp_path, shots=99)
 
 
@@ -132,7 +133,7 @@ def test_the_backend_takes_one_more_argument_and_refuses_padded_batches():
     assert made[0].pages.bytes_by_kind()["codes"] > 0  # most tokens were read from closed pages
     exact = model(ids).logits
     assert 1e-6 < (logits - exact).abs().mean() < 0.3
-    with pytest.raises(SpecError, match="batch_size=4"):
+    with raises(SpecError, "batch_size=4"):
         KvbitsLM(model, scheme="kivi4", tokenizer=tokenizer, batch_size=4)
 
 

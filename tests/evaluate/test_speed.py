@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from messages import mentions, raises
 from typer.testing import CliRunner
 
 from kvbits import runs, schemes
@@ -51,13 +52,7 @@ def test_a_result_file_has_every_core_preset_and_the_run(tmp_path):
 def test_a_wrong_kernel_is_an_error_not_a_row(monkeypatch):
     right = cpu.Plan.run
     monkeypatch.setattr(cpu.Plan, "run", lambda *args: 1.1 * right(*args))
-    with pytest.raises(
-        DataError,
-        match=(
-            r"int4, decode, 1 x 256 tokens, 4/2 heads of 64, by cpu: relative error 1.0.e-01 against float64, above"
-            r" 0.02"
-        ),
-    ):
+    with raises(DataError, "int4", "decode", "1 x 256", "4/2", 64, "cpu", 0.02):
         speed.packed("int4", SHAPE, CPU)
 
 
@@ -77,14 +72,14 @@ def test_rounds_end_in_time(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "args, why",
+    "args, parts",
     [
-        (("--schemes", "tiered"), "presets without tiers are timed here"),
-        (("--heads", "4/3/64"), "is not like 32/8/128"),
-        (("--device", "meta"), "is neither cuda nor cpu"),
-        (("--schemes", "int5"), "int5"),
+        (("--schemes", "tiered"), "--schemes tiered"),
+        (("--heads", "4/3/64"), "--heads '4/3/64' 32/8/128"),
+        (("--device", "meta"), "--device 'meta' cuda cpu"),
+        (("--schemes", "int5"), "int5 int4"),
     ],
 )
-def test_what_cannot_be_timed_is_refused_before_the_work(args, why, tmp_path):
+def test_what_cannot_be_timed_is_refused_before_the_work(args, parts, tmp_path):
     found = bench("--out", tmp_path / "x.json", *args)
-    assert found.exit_code == 2 and why in found.output and not (tmp_path / "x.json").exists()
+    assert found.exit_code == 2 and mentions(found.output, *parts.split()) and not (tmp_path / "x.json").exists()

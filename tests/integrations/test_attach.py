@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from integrations.test_huggingface import ours, prompts, stock, tiny
+from messages import raises
 from packaging.version import Version
 
 from kvbits.cache.paged_cache import PagedCache
@@ -27,7 +28,7 @@ def test_a_detached_model_is_what_it_was(family, implementation):
     KVCache.detach(model)
     assert model.config._attn_implementation == implementation
     assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), want)
-    with pytest.raises(UnsupportedError, match=r"KVCache\.for_model\(model, \.\.\.\) again"):
+    with raises(UnsupportedError, "KVCache.for_model(model, ...)"):
         model(**inputs, past_key_values=cache)
     KVCache.for_model(model, "raw")
     model(**inputs, past_key_values=KVCache.for_model(model, "raw"))
@@ -63,7 +64,7 @@ def test_generate_batch_works_again_after_detach():
 
 
 def test_detach_takes_models_only():
-    with pytest.raises(DataError, match="not a loaded model"):
+    with raises(DataError, "NoneType", "kvbits.load_model"):
         KVCache.detach(None)
     model = tiny("llama")
     KVCache.detach(model)
@@ -82,9 +83,7 @@ def test_a_loaded_prefix_is_repeated_for_beams_and_samples(tmp_path, options):
     cache.save(tmp_path / "prefix")
     whole = {"input_ids": torch.cat([inputs["input_ids"], prompts([4], seed=2)["input_ids"]], 1)}
     loaded = KVCache.load(tmp_path / "prefix", model)
-    with pytest.raises(
-        CacheStateError, match=r"holds 1 sequence but was given 3; call batch_repeat_interleave\(3\) first"
-    ):
+    with raises(CacheStateError, 1, 3, "batch_repeat_interleave(3)", "reset()"):
         ours(model, whole, cache=loaded, **options)
     loaded.batch_repeat_interleave(3)
     assert torch.equal(ours(model, whole, cache=loaded, **options), stock(model, whole, **options))
@@ -122,7 +121,7 @@ def test_a_prefix_of_fixed_capacity_is_loaded_to_grow_for_beams(tmp_path):
     full, grown = (KVCache.load(tmp_path / "prefix", model, grow=grow) for grow in (False, True))
     for loaded in (full, grown):
         loaded.batch_repeat_interleave(3)
-    with pytest.raises(PoolFullError, match=r"built for 1 sequence of 96 tokens.*load\(\.\., grow=True\)"):
+    with raises(PoolFullError, "1 sequence", "96 tokens", "load(.., grow=True)"):
         ours(model, whole, cache=full, num_beams=3)
     assert torch.equal(ours(model, whole, cache=grown, num_beams=3), stock(model, whole, num_beams=3))
 
@@ -148,7 +147,7 @@ def test_a_batch_that_no_repeat_gives_is_said():
     cache = KVCache.for_model(model, "raw")
     with torch.no_grad():
         model(**prompts([9, 9]), past_key_values=cache)
-        with pytest.raises(CacheStateError, match=r"holds 2 sequences but was given 3; use batch_select_indices\(\)"):
+        with raises(CacheStateError, 2, 3, "batch_select_indices()", "reset()"):
             model(torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
 
 
@@ -167,21 +166,19 @@ def test_a_prefix_of_other_weights_is_refused_unless_asked_for(tmp_path):
     assert KVCache.load(tmp_path / "c", other).pages.seq_lens == [70]
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight.mul_(1.01)
-    with pytest.raises(
-        FileFormatError, match="same shape with other weights, adapters or settings.*check_weights=False"
-    ):
+    with raises(FileFormatError, "kvbits.identity", "check_weights=False"):
         KVCache.load(tmp_path / "c", other)
     taken = KVCache.load(tmp_path / "c", other, check_weights=False)
     taken.save(tmp_path / "again")  # still the first model's
     KVCache.load(tmp_path / "again", model)
-    with pytest.raises(FileFormatError, match="other weights"):
+    with raises(FileFormatError, "kvbits.identity", "check_weights=False"):
         KVCache.load(tmp_path / "again", other)
 
 
 def test_a_prefix_of_another_dtype_is_refused(tmp_path):
     model = tiny("llama")
     filled(model, tmp_path / "c")
-    with pytest.raises(FileFormatError, match="a cache of a float32 model, this one is torch.bfloat16"):
+    with raises(FileFormatError, "float32", "torch.bfloat16"):
         KVCache.load(tmp_path / "c", model.bfloat16(), check_weights=False)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from integrations import test_huggingface
+from messages import raises
 from nightly import at_night
 from torch._dynamo.utils import counters
 
@@ -178,21 +179,19 @@ def test_errors_are_the_caches_own_and_leave_it_as_it_was():
     one, two = (torch.ones(1, n, dtype=torch.long, device=DEVICE) for n in (1, 2))
     with torch.no_grad():
         cache = KVCache.for_model(model, "int8", max_tokens=64)
-        with pytest.raises(
-            PoolFullError, match="a cache built for 1 sequence of 64 tokens, now empty, was given 1 x 200 tokens more"
-        ):
+        with raises(PoolFullError, "1 sequence", "64 tokens", "1 x 200", "max_tokens"):
             call(**prompts([200]), past_key_values=cache)
         assert cache.get_seq_length() == 0 and not cache.pages.in_pass
         call(**prompts([30]), past_key_values=cache)
-        with pytest.raises(UnsupportedError, match="attention_mask hides tokens that are already cached"):
+        with raises(UnsupportedError, "attention_mask"):
             call(two, attention_mask=torch.tensor([[0] + [1] * 31], device=DEVICE), past_key_values=cache)
-        with pytest.raises(CacheStateError, match="holds 1 sequence but was given 2"):
+        with raises(CacheStateError, 1, 2, "batch_repeat_interleave(2)"):
             call(two.repeat(2, 2), past_key_values=cache)
         weight = model.model.layers[1].self_attn.k_proj.weight
         before = weight.detach().clone()
         weight.fill_(torch.nan)
         # of single tokens a GPU finds it out when their page closes
-        with pytest.raises(DataError, match="keys of layer 1"):
+        with raises(DataError, "keys", "layer 1", "nan"):
             call(two, past_key_values=cache)
         assert cache.get_seq_length() == 30 and cache.columns.numbers[1] == 30 and not cache.pages.in_pass
         weight.copy_(before)
@@ -223,7 +222,7 @@ def test_the_operation_says_what_it_writes_and_that_no_graph_may_hold_it(monkeyp
     assert seen and seen % 5 == 0 and cache.columns.numbers[1] == seen
     assert torch.Tag.cudagraph_unsafe in torch.ops.kvbits.cached_attention.default.tags
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UnsupportedError, match=r"without mode='reduce-overhead'.*kvbits\.graphed"):
+    with raises(UnsupportedError, "mode='reduce-overhead'", "kvbits.graphed"):
         refuse_capture(torch.device("cuda"))
 
 
@@ -232,7 +231,7 @@ def test_transformers_does_not_compile_by_itself_and_graphed_takes_no_compiled_m
     cache = KVCache.for_model(model, "int8", max_tokens=64)
     assert not cache.is_compileable
     compiled(model)
-    with pytest.raises(UnsupportedError, match="not what torch.compile made of it"), kvbits.graphed(model, cache):
+    with raises(UnsupportedError, "graphed()", "torch.compile"), kvbits.graphed(model, cache):
         pass
 
 

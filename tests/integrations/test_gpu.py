@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from messages import raises
 from ops.cpu_cases import static_params
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -212,7 +213,7 @@ def test_bad_numbers_of_a_prompt_are_found_at_its_end_and_leave_no_trace(scheme,
         for step in feed_layers(c, 2, 500, 0):
             step()
     if scheme != "raw" or bad != 3e38:
-        with pytest.raises(DataError, match="keys of layer 1.* (NaN or infinity|overflows float16)"):
+        with raises(DataError, "keys", "layer 1"):
             for step in feed_layers(cache, 2, 300, 1, (1, bad)):
                 step()
     assert not cache.in_pass and cache.seq_lens == [500, 500]

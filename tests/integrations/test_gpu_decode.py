@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from messages import raises
 from ops.cpu_cases import static_params
 from ops.table_cases import CASES, Cache, check
 
@@ -144,7 +145,7 @@ def test_one_graph_decodes_500_tokens_over_page_closings(scheme, batch):
     gen = torch.Generator("cuda").manual_seed(1)
     prompt = random_tokens(batch, 300, gen)
     feed(ours, prompt), feed(eager, prompt)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(CacheStateError, match="cannot be captured"):
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), raises(CacheStateError, "captured"):
         feed(ours, [tuple(x[:, :1] for x in layer) for layer in prompt])
     for _ in range(4):
         layers = random_tokens(batch, 1, gen)
@@ -168,7 +169,7 @@ def test_one_graph_decodes_500_tokens_over_page_closings(scheme, batch):
     assert ours.seq_lens == eager.seq_lens == [804] * batch
     for a, b in zip(ours.dequantize(1, batch - 1), eager.dequantize(1, batch - 1), strict=True):
         assert torch.equal(a, b)
-    with pytest.raises(CacheStateError, match="capture again"):
+    with raises(CacheStateError, "capture again"):
         ours.count_replays(1)
 
 
@@ -234,7 +235,7 @@ def test_a_growing_cache_is_not_captured():
     for _ in range(4):
         feed(cache, random_tokens(1, 1, gen))
     layers = random_tokens(1, 1, gen)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(CacheStateError, match="build it with max_tokens"):
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), raises(CacheStateError, "max_tokens"):
         feed(cache, layers)
     feed(cache, layers)
 

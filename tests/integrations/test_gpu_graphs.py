@@ -14,6 +14,7 @@ import pytest
 import torch
 from integrations import graph_cases
 from integrations.graph_cases import eagerly
+from messages import raises
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -238,7 +239,7 @@ def test_turns_crops_and_resets_in_between(model):
 
 def test_the_capacity_ends_in_a_sentence(model):
     cache = fixed(model, tokens=256)
-    with graphed(model, cache) as decoder, pytest.raises(PoolFullError, match="built for 1 sequence of 256 tokens"):
+    with graphed(model, cache) as decoder, raises(PoolFullError, "1 sequence", "256 tokens"):
         generate(model, prompts([200]), cache, 400)
     assert decoder.replays > 40 and cache.pages.seq_lens[0] >= 256 and cache.get_seq_length() == cache.pages.seq_lens[0]
 
@@ -254,7 +255,7 @@ def test_a_forward_pass_that_waits_is_refused_and_the_cache_stays(model):
         hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
         with (
             graphed(model, cache),
-            pytest.raises(UnsupportedError, match="LlamaForCausalLM for one token cannot be captured in a CUDA graph"),
+            raises(UnsupportedError, "LlamaForCausalLM", "CUDA graph"),
         ):
             model(token, past_key_values=cache)
         hook.remove()

@@ -11,6 +11,7 @@ import torch
 from integrations.test_huggingface import prompts
 from integrations.test_huggingface import tiny as family
 from interrupting import THOROUGH, interrupted
+from messages import raises
 
 from kvbits import KVCache
 from kvbits.errors import CacheStateError
@@ -57,7 +58,7 @@ def test_counts_of_columns_and_of_pages_never_disagree(model, name):
     hit = 0
     for at, tried in interrupted(lambda: copy.deepcopy(cache), lambda c: work(model, c), most):
         if tried.pages.in_pass:
-            with pytest.raises(CacheStateError, match=r"call abandon\(\)"):
+            with raises(CacheStateError, "abandon()"):
                 forward(model, tried, 70, 71)
             tried.abandon()
         now = str((lengths(tried), tried.columns.valid))
@@ -83,7 +84,7 @@ def test_a_pass_behind_its_last_layer_that_a_window_keeps_from_going_back_says_w
         with pytest.raises(KeyboardInterrupt):
             model(prompts([150])["input_ids"], past_key_values=cache)
         hook.remove()
-        with pytest.raises(CacheStateError, match=r"reset\(\) the cache and pass the whole sequence again"):
+        with raises(CacheStateError, "150 tokens", "reset()", "copy.deepcopy"):
             cache.abandon()
         cache.reset()
         model(prompts([20])["input_ids"], past_key_values=cache)

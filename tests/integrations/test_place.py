@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from messages import raises
 from ops.emulated_op import emulate, needs_compiler, needs_gpu
 
 from kvbits.errors import DataError
@@ -380,20 +381,20 @@ def test_what_does_not_fit_is_refused():
         torch.zeros(1, dtype=torch.int32),
     ]
     place(places, *good)
-    for i, bad, says in (
-        (0, lens.long(), "seq_lens"),
-        (1, torch.tensor([0]).int(), "starts"),
-        (2, lens, "block table"),
-        (3, torch.tensor([4]).int(), "slots"),
-        (4, torch.zeros(1, dtype=torch.int64), "rings"),
-        (4, None, "rings"),
+    for i, bad, parts in (
+        (0, lens.long(), ("seq_lens", "torch.int32", "torch.int64")),
+        (1, torch.tensor([0]).int(), ("starts", "torch.int32", "[2]", "[1]")),
+        (2, lens, ("block table", "int32", "[1]")),
+        (3, torch.tensor([4]).int(), ("slots", "torch.int64", "torch.int32")),
+        (4, torch.zeros(1, dtype=torch.int64), ("rings", "torch.int32", "torch.int64")),
+        (4, None, ("rings", "torch.int32")),
     ):
-        with pytest.raises(DataError, match=says):
+        with raises(DataError, *parts):
             place(places, *(bad if i == j else x for j, x in enumerate(good)))
     for rings in ([], [Ring(RAW, 1)] * 5, [Ring(RAW, 2), Ring(RAW, 4, first=True)]):
-        with pytest.raises(DataError, match="first pages in the finest"):
+        with raises(DataError, "pages", 1, 4):
             Copies.empty(rings, count=1, rows=1, tokens=1, num_blocks=1, device=torch.device("cpu"))
-    with pytest.raises(DataError, match="previous has room for 64"):
+    with raises(DataError, "previous", 64, 65):
         place(places, *good[:3], torch.full((65,), -1), good[4])
 
 

@@ -8,6 +8,7 @@ import torch
 import transformers
 from integrations import families
 from integrations.test_huggingface import tiny
+from messages import raises
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from kvbits import KVCache, PrefixStore
@@ -58,7 +59,7 @@ def test_a_prompt_with_an_image_is_refused_and_one_of_words_is_stored(tmp_path, 
     call = with_image(model)
     words = torch.randint(3, 80, (1, 100), generator=torch.Generator().manual_seed(3))
     want = model.generate(words, **GREEDY)
-    with pytest.raises(UnsupportedError, match=r"stand for more than words.*KVCache\.for_model.*copy\.deepcopy"):
+    with raises(UnsupportedError, "tokens", type(model).__name__, "KVCache.for_model", "copy.deepcopy"):
         KVCache.from_prefix(model, call["input_ids"], store=store, scheme="raw")
     assert store.explain()["files"] == 0
     with families.quiet():
@@ -77,7 +78,7 @@ def test_what_an_image_made_is_stored_by_a_name_only(tmp_path, config):
     with families.quiet():
         text = model.generate(**call, **passed(model, cache), **GREEDY)
     for held in (cache, copy.deepcopy(cache), cache.pages):
-        with pytest.raises(UnsupportedError, match=r"besides their ids.*extra="):
+        with raises(UnsupportedError, "mm_encoder_outputs", "extra=", "put()", "load()"):
             store.put(held, text)
     assert store.explain()["files"] == 0
     stored = store.put(cache, text, extra=b"one image")
@@ -94,7 +95,7 @@ def test_a_sound_is_no_word(tmp_path):
     model = audio_model()
     ids = torch.full((1, 40), 5)
     ids[0, 7:9] = 90
-    with pytest.raises(UnsupportedError, match="2 tokens that stand for more than words: id 90 is audio_token_index"):
+    with raises(UnsupportedError, "2 tokens", "id 90", "audio_token_index", "KVCache.for_model", "copy.deepcopy"):
         KVCache.from_prefix(model, ids, store=PrefixStore(tmp_path), scheme="raw")
 
 
@@ -109,12 +110,12 @@ def test_a_sound_is_no_word(tmp_path):
 )
 def test_inputs_beside_the_ids_are_refused_by_name(tmp_path, name, value):
     model = model_of("Gemma3Config")
-    with pytest.raises(UnsupportedError, match=name):
+    with raises(UnsupportedError, name, "KVCache.for_model"):
         KVCache.from_prefix(model, torch.full((1, 30), 5), store=PrefixStore(tmp_path), scheme="raw", **{name: value})
 
 
 def test_an_option_that_nobody_knows_is_an_error(tmp_path):
-    with pytest.raises(TypeError, match="max_token"):
+    with raises(TypeError, "'max_token'"):
         KVCache.from_prefix(tiny("llama"), [3, 4, 5], store=PrefixStore(tmp_path), scheme="raw", max_token=5)
 
 
@@ -128,7 +129,7 @@ def test_a_pass_of_more_than_ids_is_not_stored(tmp_path, how):
     }[how]
     with torch.no_grad():
         model(**call, **passed(model, cache))
-    with pytest.raises(UnsupportedError, match=how):
+    with raises(UnsupportedError, how, "extra="):
         store.put(cache, ids)
     assert store.put(cache, ids, extra=b"mine") == 40
 
@@ -152,7 +153,7 @@ def test_padding_that_positions_count_is_another_prompt(tmp_path):
         cache = KVCache.for_model(model, "raw")
         with torch.no_grad():
             model(ids, attention_mask=mask, **how, **passed(model, cache))
-        with pytest.raises(UnsupportedError, match="position_ids"):
+        with raises(UnsupportedError, "position_ids"):
             store.put(cache, ids[:, 10:])
     cache = KVCache.for_model(model, "raw")
     with torch.no_grad():
@@ -170,7 +171,7 @@ def test_positions_of_single_tokens_count(tmp_path):
         if step == 1:
             assert store.put(cache, ids) == 40
         else:
-            with pytest.raises(UnsupportedError, match="position_ids"):
+            with raises(UnsupportedError, "position_ids"):
                 store.put(cache, ids)
 
 
@@ -179,19 +180,19 @@ def test_virtual_tokens_are_refused_by_name(tmp_path, kind):
     model = adapted(getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **VIRTUAL.get(kind, {})))
     store = PrefixStore(tmp_path)
     ids = torch.arange(3, 43)[None]
-    with pytest.raises(UnsupportedError, match=r"virtual tokens \(P"):
+    with raises(UnsupportedError, model.active_peft_config.peft_type.value, "KVCache.for_model"):
         KVCache.from_prefix(model, ids, store=store, scheme="raw")
     if kind == "PrefixTuningConfig":
-        with pytest.raises(UnsupportedError, match="PREFIX_TUNING"):
+        with raises(UnsupportedError, "PREFIX_TUNING"):
             KVCache.for_model(model, "raw")
         cache = KVCache.for_model(model.get_base_model(), "raw")
-        with pytest.raises(UnsupportedError, match="PREFIX_TUNING"):
+        with raises(UnsupportedError, "PREFIX_TUNING"):
             model.generate(input_ids=ids, past_key_values=cache, **GREEDY)
         return
     cache = KVCache.for_model(model, "raw")
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
-    with pytest.raises(UnsupportedError, match="inputs_embeds"):
+    with raises(UnsupportedError, "inputs_embeds"):
         store.put(cache, torch.arange(44))
     assert store.explain()["files"] == 0
 
@@ -213,12 +214,12 @@ def test_an_adapter_that_begins_at_its_invocation_is_refused_by_name(tmp_path):
     how = {"task_type": "CAUSAL_LM", "target_modules": ["v_proj"], "init_lora_weights": False}
     model = adapted(peft.LoraConfig(alora_invocation_tokens=[43, 44], **how))
     store, ids = PrefixStore(tmp_path), torch.arange(3, 83)[None]
-    with pytest.raises(UnsupportedError, match="aLoRA"):
+    with raises(UnsupportedError, "aLoRA"):
         KVCache.from_prefix(model, ids, store=store, scheme="raw")
     want = model.generate(input_ids=ids, **GREEDY)
     cache = KVCache.for_model(model, "raw")
     assert torch.equal(model.generate(input_ids=ids, past_key_values=cache, **GREEDY), want)
-    with pytest.raises(CacheStateError, match="a pass filled this cache"):
+    with raises(CacheStateError, "kvbits.identity", "reset()"):
         store.put(cache, want)
 
 
@@ -252,7 +253,7 @@ class SoftLlama(transformers.LlamaForCausalLM):
 @pytest.mark.parametrize("wrap", [Soft, lambda model: SoftLlama(model.config).eval()])
 def test_what_a_wrapper_puts_in_front_is_never_stored(tmp_path, wrap):
     model, store = wrap(tiny("llama")), PrefixStore(tmp_path)
-    with pytest.raises(UnsupportedError, match="puts something in front of the ids"):
+    with raises(UnsupportedError, type(model).__name__, "KVCache.for_model"):
         KVCache.from_prefix(model, torch.arange(3, 43)[None], store=store, scheme="raw")
     assert store.explain()["files"] == 0
 
@@ -276,7 +277,7 @@ def test_tokens_that_see_later_ones_are_no_beginning():
 
     model.model.forward = forward
     cache = KVCache.for_model(model, "raw")
-    with torch.no_grad(), cache.columns.causal_only(), pytest.raises(UnsupportedError, match="see later ones"):
+    with torch.no_grad(), cache.columns.causal_only(), raises(UnsupportedError, "KVCache.for_model"):
         model(input_ids=ids, pixel_values=with_image(model)["pixel_values"], **passed(model, cache))
 
 
@@ -329,7 +330,7 @@ def test_a_model_that_takes_media_and_names_no_token_is_refused():
             name for name in vars(part) if prompts.TOKENS.fullmatch(name) and not prompts.WORDS.fullmatch(name)
         ]:
             delattr(part, name)
-    with pytest.raises(UnsupportedError, match="pixel_values"):
+    with raises(UnsupportedError, "pixel_values"):
         prompts.require_words(model, ids)
 
 

@@ -83,4 +83,4 @@ def test_files_load_under_another_number_of_ranks(found, scheme):
 
 
 def test_what_ranks_cannot_share_is_refused(found):
-    assert "that 2 ranks share" in found[0]["prefix"] and "no/such" in found[0]["nowhere"]
+    assert "2 ranks" in found[0]["prefix"] and "no/such" in found[0]["nowhere"]

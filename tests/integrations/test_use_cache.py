@@ -6,6 +6,7 @@ import pytest
 import torch
 from integrations import families
 from integrations.test_huggingface import tiny
+from messages import warns
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, MptConfig, pipeline
 
@@ -76,7 +77,7 @@ def test_a_model_whose_default_is_no():
     model = AutoModelForCausalLM.from_config(config).eval()
     want = model.generate(IDS, use_cache=True, **GREEDY)
     cache = KVCache.for_model(model, "raw", dense=True)
-    with pytest.warns(KvbitsWarning, match="use_cache=False"):
+    with warns(KvbitsWarning, "MptForCausalLM", "use_cache=False"):
         found = model.generate(IDS, past_key_values=cache, **GREEDY)
     assert torch.equal(found, want) and cache.pages.seq_lens == [61]
 
@@ -87,7 +88,7 @@ def test_a_pass_that_says_no_fills_the_cache_and_returns_it(family, positional):
     model = tiny(family)
     want = model(IDS).logits
     cache = KVCache.for_model(model, "raw")
-    with torch.no_grad(), pytest.warns(KvbitsWarning, match="use_cache=False"):
+    with torch.no_grad(), warns(KvbitsWarning, type(model).__name__, "use_cache=False"):
         parts = [model(IDS[:, :30], use_cache=False, **passed(model, cache))]
         model.config.use_cache = False
         parts.append(model(*[IDS[:, 30:]], **passed(model, cache)))
@@ -115,7 +116,7 @@ def test_from_prefix_of_a_model_that_says_no(tmp_path):
     want = model.generate(IDS, **GREEDY)
     model.config.use_cache = model.generation_config.use_cache = False
     cache = KVCache.from_prefix(model, IDS, store=PrefixStore(tmp_path), scheme="raw")
-    with pytest.warns(KvbitsWarning, match="use_cache=False"):
+    with warns(KvbitsWarning, "LlamaForCausalLM", "use_cache=False"):
         found = model.generate(IDS, past_key_values=cache, **GREEDY)
     assert torch.equal(found, want) and cache.pages.seq_lens == [61]
 

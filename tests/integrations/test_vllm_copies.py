@@ -11,6 +11,7 @@ import pytest
 import torch
 from integrations.inside_vllm import generate
 from integrations.judged import check, distance, random_ids
+from messages import raises
 from nightly import at_night
 
 from kvbits.errors import UnsupportedError
@@ -182,17 +183,17 @@ def test_a_block_that_is_copied_in_part_is_read_packed(model, engine, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "parts"),
     [
-        ({"additional_config": {"kvbits": {"raw_newest": 65}}}, "multiple of 64"),
-        ({"additional_config": {"kvbits": {"raw_first": 64}}}, "pass raw_newest=64 too"),
+        ({"additional_config": {"kvbits": {"raw_newest": 65}}}, ("raw_newest=65", "multiple of 64")),
+        ({"additional_config": {"kvbits": {"raw_first": 64}}}, ("raw_first", "raw_newest=64")),
         (
             {"additional_config": {"kvbits": {"raw": 1}}},
-            "unknown option 'raw'.*raw_newest, raw_first, packed_copies, copies_share",
+            ("'raw'", "raw_newest", "raw_first", "packed_copies", "copies_share"),
         ),
-        ({"additional_config": {"kvbit": RAW["kvbits"]}}, "'kvbit', which nobody reads; did you mean 'kvbits'"),
+        ({"additional_config": {"kvbit": RAW["kvbits"]}}, ("'kvbit'", "'kvbits'")),
     ],
 )
-def test_options_that_cannot_be_are_refused(engine, options, says):
-    with pytest.raises(UnsupportedError, match=says):
+def test_options_that_cannot_be_are_refused(engine, options, parts):
+    with raises(UnsupportedError, *parts):
         engine("llama_plain", DTYPE, **options)

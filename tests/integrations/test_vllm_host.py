@@ -9,6 +9,7 @@ import functools
 import pytest
 from integrations.inside_vllm import generate
 from integrations.judged import check, llama_for, random_ids, scheme_of
+from messages import raises
 from nightly import at_night
 
 from kvbits.errors import UnsupportedError
@@ -84,10 +85,10 @@ def test_raw_copies_are_read_where_they_are(model, engine):
 
 def test_a_dtype_is_named_the_way_the_release_takes_it(model, engine):
     if releases.takes_names():
-        with pytest.raises(UnsupportedError, match="pass --kv-cache-dtype kvbits_int8"):
+        with raises(UnsupportedError, "--kv-cache-dtype kvbits_int8"):
             engine("llama", "auto", additional_config={"kvbits": {"dtype": "int8"}})
     else:
-        with pytest.raises(UnsupportedError, match="kvbits_int9"):
+        with raises(UnsupportedError, "kvbits_int9"):
             engine("llama", "auto", additional_config={"kvbits": {"dtype": "int9"}})
-        with pytest.raises(UnsupportedError, match="leave one of them away"):
+        with raises(UnsupportedError, 'additional_config["kvbits"]', "kvbits_int8", "--kv-cache-dtype", "fp8"):
             engine("llama", "fp8", additional_config={"kvbits": {"dtype": "int8"}})

@@ -13,6 +13,7 @@ from integrations import vllm_cpu_recurrent
 from integrations.inside_vllm import generate, said
 from integrations.judged import MODELS, VOCABULARY, check, distance, random_ids, scheme_of, transformers_logprobs
 from integrations.mimo import named_twice
+from messages import raises
 from nightly import at_night
 from transformers import (
     AutoModelForCausalLM,
@@ -287,7 +288,7 @@ def test_learned_sinks(model, engine, calibration, dtype):
             check(model("gpt_oss")[0], scheme, prompt, result, [n for n in (cached, len(prompt) - cached) if n], c)
 
 
-@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", pytest.param("kvbits_int8k_int4v", marks=pytest.mark.night)])
+@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", *at_night("kvbits_int8k_int4v")])
 def test_learned_sinks_of_chunks_and_drafts(model, engine, dtype):
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = engine("gpt_oss", dtype, max_num_batched_tokens=96, enable_prefix_caching=False, speculative_config=ngram)
@@ -323,10 +324,7 @@ def recurrent():
         ("auto", {"attention_backend": "KVBITS"}, 1e-4),
         ("kvbits_int8_centered", {}, 0.02),
         ("kvbits_int4", COPIES, 0.1),
-        *(
-            pytest.param(*case, marks=pytest.mark.night)
-            for case in (("kvbits_int8", {}, 0.02), ("kvbits_int4", {}, 0.3), ("kvbits_klt4", {}, 0.1))
-        ),
+        *at_night(("kvbits_int8", {}, 0.02), ("kvbits_int4", {}, 0.3), ("kvbits_klt4", {}, 0.1)),
     ],
 )
 @pytest.mark.parametrize("name", ["granite", "lfm2"])
@@ -394,7 +392,7 @@ def test_blocks_of_qwen3_next_hold_a_state(tmp_path, dtype, tokens):
 
 
 def test_blocks_of_several_pages_have_one_format(engine, recurrent):
-    with pytest.raises(UnsupportedError, match="one kvbits dtype for all"):
+    with raises(UnsupportedError, "--kv-cache-dtype kvbits_int8", "--kv-cache-dtype-skip-layers"):
         engine("lfm2", "kvbits_int8", kv_cache_dtype_skip_layers=["1"])
 
 
@@ -480,9 +478,7 @@ def test_drafts_with_heads_of_512_and_with_unlike_widths(model, engine, name):
 
 @pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
 def test_bands_are_for_heads_of_one_width_up_to_256(engine, name):
-    with pytest.raises(
-        UnsupportedError, match="kvbits_klt4 has codes of heads of one width up to 256: use kvbits_int8_centered"
-    ):
+    with raises(UnsupportedError, "kvbits_klt4", 256, "kvbits_int8_centered"):
         engine(name, "kvbits_klt4", **named(name))
 
 
@@ -504,7 +500,7 @@ def test_prompts_are_refused_where_flash_attention_has_not_their_widths(monkeypa
 
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **asked: version)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", function := object(), raising=False)  # a GPU's
-    with nullcontext() if served else pytest.raises(UnsupportedError, match="are read with FlashAttention"):
+    with nullcontext() if served else raises(UnsupportedError, *widths, "FlashAttention"):
         assert flash.flash_for(torch.device("cuda"), *widths) is attend_by(function, fa_version=version)
 
 

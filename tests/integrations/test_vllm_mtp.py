@@ -13,6 +13,7 @@ from integrations.inside_vllm import generate, said
 from integrations.judged import MODELS, VOCABULARY, check, distance, random_ids, scheme_of
 from integrations.test_vllm_klt import layers_by_owner
 from integrations.test_vllm_models import COPIES, qwen3_next
+from nightly import at_night
 from transformers import Qwen2Config
 
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -103,11 +104,7 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [
-        pytest.param("auto", {"attention_backend": "KVBITS"}, marks=pytest.mark.night),
-        pytest.param("kvbits_int8_centered", {}, marks=pytest.mark.night),
-        pytest.param("kvbits_int4", COPIES, marks=pytest.mark.night),
-    ],
+    at_night(("auto", {"attention_backend": "KVBITS"}), ("kvbits_int8_centered", {}), ("kvbits_int4", COPIES)),
 )
 def test_recurrent_layers(model, engine, dtype, options):
     """As far from Transformers as without drafts: states of rejected ones are left with their tokens' pages, and

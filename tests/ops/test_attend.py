@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import raises
 from ops.cpu_cases import FORMATS, NOISE, RAW, needs_library, random_call, specs_of
 from ops.table_cases import CASES, HEADS, INT8, Cache, D, check, layout_of, spec
 from random_cases import examples
@@ -119,14 +119,14 @@ def test_a_plan_follows_lengths_pages_and_layers():
             assert torch.equal(plan.run(q, layer), alone(cache, tokens))
     plan.bind(0, two.stores)
     assert torch.equal(plan.run(q, 0), alone(two, longer))
-    with pytest.raises(DataError, match="starts must not be negative"):
+    with raises(DataError, -200, 2147483583):
         plan.update([dataclasses.replace(at(shorter)[0], starts=-longer)])
     assert torch.equal(plan.run(q, 0), alone(two, longer)), "refused, the update changes nothing"
     half, spread = q.bfloat16(), q.repeat(1, 1, 1, 2)[..., ::2]
     assert torch.equal(plan.run(spread, 0), plan.run(spread.contiguous(), 0))
-    with pytest.raises(DataError, match="the plan is for"):
+    with raises(DataError, "[2, 1, 4, 64]", "torch.bfloat16", "torch.float32"):
         plan.run(half, 0)
-    with pytest.raises(DataError, match="on meta; the plan is for"):
+    with raises(DataError, "[2, 1, 4, 64]", "meta", "cpu"):
         plan.run(q.to("meta"), 0)
 
 
@@ -212,41 +212,44 @@ def store_of(pages, layout=INT8, static=None):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "parts"),
     [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": True}, "batch_size=True"),
-        ({"num_q_heads": 3}, "3 query heads are not a multiple of 2"),
-        ({"num_q_heads": 0}, "num_q_heads=0"),
-        ({"num_queries": 0}, "num_queries=0"),
-        *(({"device": x}, "are for 'cpu' and 'cuda'") for x in ("meta", "gpu", None)),
-        ({"dtype": torch.int32}, "floating-point"),
-        ({"backend": "tpu"}, "unknown backend 'tpu'"),
-        ({"backend": "cpu", "dtype": torch.float64}, "refuses this call.*float64"),
-        *(({"softcap": x}, f"softcap={x!r}") for x in (-1.0, 0.0, float("nan"), float("inf"), "1", True)),
-        *(({"scaling": x}, re.escape(f"scaling={x!r}")) for x in (1e300, float("inf"), "1", 0.0)),
+        ({"batch_size": 0}, ("batch_size=0", 1)),
+        ({"batch_size": True}, ("batch_size=True", 1)),
+        ({"num_q_heads": 3}, ("3 query heads", "multiple of 2")),
+        ({"num_q_heads": 0}, ("num_q_heads=0", 1)),
+        ({"num_queries": 0}, ("num_queries=0", 1)),
+        *(({"device": x}, (f"device={x!r}", "'cpu'", "'cuda'")) for x in ("meta", "gpu", None)),
+        ({"dtype": torch.int32}, ("torch.int32", "floating-point")),
+        ({"backend": "tpu"}, ("'tpu'", "auto", "cpu", "cuda", "reference")),
+        ({"backend": "cpu", "dtype": torch.float64}, ("'cpu'", "torch.float64", "backend='auto'")),
         *(
-            ({"sliding_window": w}, f"sliding_window={w!r} must be a whole number from 1 to 2147483647")
+            ({"softcap": x}, (f"softcap={x!r}", 0.001, 10000))
+            for x in (-1.0, 0.0, float("nan"), float("inf"), "1", True)
+        ),
+        *(({"scaling": x}, (f"scaling={x!r}", "1e30")) for x in (1e300, float("inf"), "1", 0.0)),
+        *(
+            ({"sliding_window": w}, (f"sliding_window={w!r}", 1, 2147483647))
             for w in (0, 1.5, 2.0, True, float("nan"), 2**64, "9")
         ),
     ],
 )
-def test_plans_that_cannot_be(changes, message):
-    with pytest.raises(SpecError, match=message):
+def test_plans_that_cannot_be(changes, parts):
+    with raises(SpecError, *parts):
         attend.plan([INT8], **GOOD | changes)
 
 
 def test_layouts_that_cannot_be():
     for layouts, got in ((INT8, "PageLayout"), ([INT8.key], "QuantSpec"), ([], "an empty list")):
-        with pytest.raises(SpecError, match=f"layouts must be a list of PageLayout.*; got {got}"):
+        with raises(SpecError, "layouts", "PageLayout", got):
             attend.plan(layouts, **GOOD)
     other = PageLayout(key=INT8.key, value=INT8.value, page_size=64, num_kv_heads=HEADS, head_dim=128)
-    with pytest.raises(SpecError, match="parts of one plan have the same kv heads and head sizes"):
+    with raises(SpecError, "(2, 64, 64)", "(2, 128, 128)"):
         attend.plan([INT8, other], **GOOD)
 
 
 def test_a_gpu_is_not_waited_for_unless_it_may_be():
-    with pytest.raises(UnsupportedError, match="reference: it would wait for cuda"):
+    with raises(UnsupportedError, "reference", "cuda"):
         attend.plan([INT8], **GOOD | {"device": "cuda", "dtype": torch.float64})
     options = GOOD | {"device": "cuda", "dtype": torch.float64}
     assert attend.plan([INT8], **options, may_wait=True).choice.backend == "reference"
@@ -257,26 +260,26 @@ def test_pages_that_cannot_be():
     made = attend.plan([INT8], **GOOD)
     pages = torch.zeros(5, HEADS, INT8.head_bytes, dtype=torch.uint8)
     for bad in (pages[:, :1], pages.to(torch.int8), pages[..., :-16], pages.mT.contiguous().mT):
-        with pytest.raises(DataError, match="a slab must be uint8"):
+        with raises(DataError, "uint8", "[pages, 2, 8448]"):
             store_of(bad)
-    with pytest.raises(DataError, match="must be tensors, got str"):
+    with raises(DataError, "pages", "tensors", "str"):
         PageStore(INT8, ("pages",))
-    for stores, message in (
-        ([store_of(pages.to("meta"))], "pages on meta"),
-        ([PageStore(INT8, ())], "without slabs"),
-        ([store_of(pages[:0])], "has no pages"),
-        ([PageStore(INT8, (pages, pages[:0]))], "a slab holds no page"),
-        ([store_of(torch.zeros(5, HEADS, KLT2.head_bytes, dtype=torch.uint8), KLT2)], "another layout than planned"),
-        ([], "stores of 0 parts for a plan of 1"),
-        (pages, "stores must be a list of PageStore.*got Tensor"),
-        ([pages], "stores must be a list of PageStore"),
+    for stores, parts in (
+        ([store_of(pages.to("meta"))], ("meta", "cpu")),
+        ([PageStore(INT8, ())], ("slabs", "pages")),
+        ([store_of(pages[:0])], ("slabs", "pages")),
+        ([PageStore(INT8, (pages, pages[:0]))], ("slab", "[0, 2, 8448]")),
+        ([store_of(torch.zeros(5, HEADS, KLT2.head_bytes, dtype=torch.uint8), KLT2)], ("layer 0", "layout", "trellis")),
+        ([], ("0 parts", 1)),
+        (pages, ("stores", "list of PageStore", "Tensor")),
+        ([pages], ("stores", "list of PageStore", "list")),
     ):
-        with pytest.raises(DataError, match=message):
+        with raises(DataError, *parts):
             made.bind(0, stores)
-    with pytest.raises(DataError, match="layer='0' must be a number"):
+    with raises(DataError, "layer='0'", "number", "run()"):
         made.bind("0", [store_of(pages)])
     odd = torch.zeros(5 * HEADS * INT8.head_bytes + 1, dtype=torch.uint8)[1:].view(pages.shape)
-    with pytest.raises(DataError, match="multiples of 16"):
+    with raises(DataError, "multiples of 16"):
         made.bind(0, [store_of(odd)])
 
 
@@ -289,15 +292,15 @@ def test_calibrated_scales_that_cannot_be_are_refused_when_they_are_bound(bad):
     good = {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
     made = attend.plan([layout], **GOOD)
     made.bind(3, [store_of(pages, layout, good)])
-    with pytest.raises(SpecError, match=rf"v_scale for pages of layer 3 holds {bad:g} at \[0, 0\]"):
+    with raises(SpecError, "v_scale", "layer 3", f"{bad:g}", "[0, 0]", "static={..}"):
         made.bind(3, [store_of(pages, layout, good | {"v_scale": torch.tensor([[bad], [1.0]])})])
-    for static, message in (
-        (None, "there is no k_scale for pages of layer 3, float32 .*static="),
-        (good | {"k_scale": torch.ones(2, 2)}, "k_scale .* has shape"),
-        (good | {"k_scale": 1.0}, "k_scale .* got float"),
-        (good | {"k_scale": torch.ones(2, 1, dtype=torch.int32)}, "k_scale .* got torch.int32"),
+    for static, parts in (
+        (None, ("k_scale", "float32", "[2, 1]", "static={..}")),
+        (good | {"k_scale": torch.ones(2, 2)}, ("k_scale", (2, 2), (2, 1), "static={..}")),
+        (good | {"k_scale": 1.0}, ("k_scale", "tensor", "float")),
+        (good | {"k_scale": torch.ones(2, 1, dtype=torch.int32)}, ("k_scale", "float32", "torch.int32")),
     ):
-        with pytest.raises(SpecError, match=message):
+        with raises(SpecError, *parts, "layer 3"):
             made.bind(3, [store_of(pages, layout, static)])
 
 
@@ -307,9 +310,7 @@ def test_banded_pages_say_what_they_are_read_with():
     layout = PageLayout(key=scheme.key, value=scheme.value, page_size=64, num_kv_heads=2, head_dim=64)
     pages = torch.zeros(5, 2, layout.head_bytes, dtype=torch.uint8)
     made = attend.plan([layout], **GOOD)
-    with pytest.raises(
-        SpecError, match=r"there is no k_inverse .*\[2, 64, 64\]; .* with k_inverse, k_offsets, k_inv_freq"
-    ):
+    with raises(SpecError, "k_inverse", "[2, 64, 64]", "static={..}", "k_offsets", "k_inv_freq"):
         made.bind(0, [store_of(pages, layout, {"k_basis": torch.eye(64).expand(2, -1, -1)})])
     given = {"k_inverse": torch.eye(64).repeat(2, 1, 1), "k_offsets": torch.zeros(2, 33, 64)}
     made.bind(0, [store_of(pages, layout, given | {"k_inv_freq": torch.ones(32)})])
@@ -322,42 +323,42 @@ def test_steps_that_cannot_be():
     pages, lens = torch.zeros(2, 4, dtype=torch.int32), ints(0, 0)
     at, spans = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 4, 2, dtype=torch.int32)
     good = Table(pages, lens)
-    for tables, options, message in (
-        ([Table(pages.long(), lens)], {}, "pages of table 0 must be int32"),
-        ([Table(pages[:1], lens)], {}, "at least 2"),
-        ([Table(pages[:, :0], lens)], {}, "at least 1"),
-        ([Table(pages.T.contiguous().T, lens)], {}, "dense rows"),
-        ([Table(pages, lens.long())], {}, "tokens of table 0 must be dense int32"),
-        ([Table(pages, ints(0, 0, 0))], {}, "3 sequences for a plan of at most 2"),
-        ([Table(pages, lens, starts=ints(0))], {}, r"starts of table 0 must be dense int32 \[2\]"),
-        ([Table(pages, lens, offsets=lens.float())], {}, "offsets of table 0 must be dense int32"),
-        ([Table(pages, lens.to("meta"))], {}, "tokens of table 0 on meta"),
-        ([Table(pages.to("meta"), lens)], {}, "one on meta for a plan on cpu"),
-        ([good, good], {}, "1 tables, one for each part"),
-        ([], {}, "1 tables, one for each part"),
-        ([Table(pages.tolist(), lens)], {}, "must be tensors, got list"),
-        ([Table(pages, None)], {}, "at least pages and tokens"),
-        (good, {}, "a list of Table.*got Table"),
-        ([pages], {}, "a list of Table"),
-        ([good], {"query_lens": 3}, "must be tensors, got int"),
-        ([good], {"query_lens": ints(1)}, r"query_lens must be dense int32 \[2\]"),
-        ([good], {"positions": at.long()}, r"positions must be dense int32 \[2, 1\]"),
-        ([good], {"positions": at[:1]}, r"positions must be dense int32 \[2, 1\]"),
-        ([good], {"positions": at, "query_lens": lens}, "not both"),
-        ([Table(pages, lens, spans=spans)], {"positions": at}, "spans=True"),
+    for tables, options, parts in (
+        ([Table(pages.long(), lens)], {}, ("pages of table 0", "int32", "torch.int64")),
+        ([Table(pages[:1], lens)], {}, ("pages of table 0", "at least 2", "[1, 4]")),
+        ([Table(pages[:, :0], lens)], {}, ("pages of table 0", "at least 1", "[2, 0]")),
+        ([Table(pages.T.contiguous().T, lens)], {}, ("pages of table 0", "dense")),
+        ([Table(pages, lens.long())], {}, ("tokens of table 0", "int32", "torch.int64")),
+        ([Table(pages, ints(0, 0, 0))], {}, ("3 sequences", 2, "batch_size")),
+        ([Table(pages, lens, starts=ints(0))], {}, ("starts of table 0", "int32", "[2]", "[1]")),
+        ([Table(pages, lens, offsets=lens.float())], {}, ("offsets of table 0", "int32", "torch.float32")),
+        ([Table(pages, lens.to("meta"))], {}, ("tokens of table 0", "meta", "CPU")),
+        ([Table(pages.to("meta"), lens)], {}, ("meta", "cpu")),
+        ([good, good], {}, ("update()", "1 tables")),
+        ([], {}, ("update()", "1 tables")),
+        ([Table(pages.tolist(), lens)], {}, ("tensors", "list")),
+        ([Table(pages, None)], {}, ("table", "pages", "tokens")),
+        (good, {}, ("update()", "list of Table", "got Table")),
+        ([pages], {}, ("update()", "list of Table", "got list")),
+        ([good], {"query_lens": 3}, ("tensors", "int")),
+        ([good], {"query_lens": ints(1)}, ("query_lens", "int32", "[2]", "[1]")),
+        ([good], {"positions": at.long()}, ("positions", "int32", "[2, 1]", "torch.int64")),
+        ([good], {"positions": at[:1]}, ("positions", "int32", "[2, 1]", "[1, 1]")),
+        ([good], {"positions": at, "query_lens": lens}, ("positions", "query_lens")),
+        ([Table(pages, lens, spans=spans)], {"positions": at}, ("spans=True",)),
     ):
-        with pytest.raises(DataError, match=message):
+        with raises(DataError, *parts):
             made.update(tables, **options)
-    for table, options, message in (
+    for table, options, parts in (
         (
             Table(pages, lens, spans=spans[:, :3]),
             {"positions": at},
-            r"spans of table 0 must be dense int32 \[2, 4, 2\]",
+            ("spans of table 0", "int32", "[2, 4, 2]", "[2, 3, 2]"),
         ),
-        (Table(pages, lens, starts=lens, spans=spans), {"positions": at}, "leave out its starts and offsets"),
-        (Table(pages, lens, spans=spans), {}, "give positions"),
+        (Table(pages, lens, starts=lens, spans=spans), {"positions": at}, ("table 0", "spans", "starts", "offsets")),
+        (Table(pages, lens, spans=spans), {}, ("spans", "positions")),
     ):
-        with pytest.raises(DataError, match=message):
+        with raises(DataError, *parts):
             with_spans.update([table], **options)
 
 
@@ -366,7 +367,7 @@ def test_queries_past_the_pages_need_positions(lengths):
     """They were taken for the newest tokens of the pages, each of which some backends showed all keys."""
     made = attend.plan([INT8], **GOOD | {"num_queries": 2, "past_only": True})
     table = Table(torch.zeros(2, 4, dtype=torch.int32), ints(8, 8))
-    with pytest.raises(DataError, match="give positions"):
+    with raises(DataError, "past_only=True", "positions"):
         made.update([table], query_lens=lengths)
     made.update([table], positions=torch.tensor([[8, 9], [8, -1]], dtype=torch.int32))
     attend.plan([INT8], **GOOD | {"past_only": True}).update([table])
@@ -398,40 +399,49 @@ def test_spans_that_cannot_be(backend):
 
     update((0, 64), (300, 3))
     for bad in (0, -1, 65):
-        with pytest.raises(DataError, match=f"shows {bad} tokens, which must lie between 1 and page_size=64"):
+        with raises(DataError, bad, 1, "page_size=64"):
             update((0, bad), (300, 3))
     for bad in (-1, 2**31 - 64):
-        with pytest.raises(DataError, match=f"starts must not be negative and at most {2**31 - 65}, got {bad}"):
+        with raises(DataError, "starts", bad, 2**31 - 65):
             update((0, 64), (bad, 3))
 
 
 def test_runs_that_cannot_be():
     made = attend.plan([INT8], **GOOD)
     q = torch.zeros(2, 1, 4, D, dtype=torch.bfloat16)
-    with pytest.raises(DataError, match="never bound"):
+    with raises(DataError, "layer 0", "bind(0, stores)"):
         made.run(q, 0)
     made.bind(0, [store_of(torch.zeros(5, HEADS, INT8.head_bytes, dtype=torch.uint8))])
-    with pytest.raises(DataError, match="update"):
+    with raises(DataError, "run()", "update()"):
         made.run(q, 0)
     made.update([Table(torch.zeros(2, 4, dtype=torch.int32), ints(0, 0))])
     for bad in (q[:, :, :2], q[:1], q[..., :32], q.float(), torch.cat([q, q], 1), q[0]):
-        with pytest.raises(DataError, match="the plan is for"):
+        with raises(DataError, "[2, 1, 4, 64]", "torch.bfloat16"):
             made.run(bad, 0)
-    with pytest.raises(DataError, match=r"q must be a tensor \[B, T, Hq, D\], got list"):
+    with raises(DataError, "[B, T, Hq, D]", "list"):
         made.run([1.0])
     for out in (q.half(), q[:1], q.transpose(1, 2), "out"):
-        with pytest.raises(DataError, match="out must be dense"):
+        with raises(DataError, "out", "torch.bfloat16", "[2, 1, 4, 64]"):
             made.run(q, 0, out=out)
     for lse in (q[..., 0], torch.zeros(2, 4)):
-        with pytest.raises(DataError, match="lse must be dense"):
+        with raises(DataError, "lse", "torch.float32", "[2, 1, 4]"):
             made.run(q, 0, lse=lse)
     assert not made.run(q, 0).any()
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 0, 64), (0, 1, 6, 64), (2, 0, 6, 64), (2, 1, 6, 0), (2, 6, 64)])
-def test_queries_of_nothing(shape):
+@pytest.mark.parametrize(
+    "shape, parts",
+    [
+        ((2, 1, 0, 64), ("num_q_heads=0", 1)),
+        ((0, 1, 6, 64), ("batch_size=0", 1)),
+        ((2, 0, 6, 64), ("num_queries=0", 1)),
+        ((2, 1, 6, 0), ("[2, 1, 6, 0]", "[2, 1, 6, 64]")),
+        ((2, 6, 64), ("[B, T, Hq, D]", "[2, 6, 64]")),
+    ],
+)
+def test_queries_of_nothing(shape, parts):
     case = random_call(spec("int4"), spec("int4"))
-    with pytest.raises((DataError, SpecError), match="q is|q must be|must be a whole number from 1"):
+    with raises((DataError, SpecError), *parts):
         dataclasses.replace(case, q=torch.zeros(shape, dtype=torch.bfloat16)).attend()
 
 
@@ -462,11 +472,11 @@ def raw_step(max_pages=4, lengths=(200, 130), starts=None):
 def test_starts_that_cannot_be_are_refused_before_a_layer_is_bound(backend):
     """The first bind refused them, the second did not, and the run read address 0."""
     plan, (step, q) = raw_plan(backend=backend), raw_step(starts=ints(0, -64))
-    with pytest.raises(DataError, match="starts must not be negative .* got -64"):
+    with raises(DataError, "starts", -64, 2147483583):
         plan.update(step)
     for _ in range(2):
         plan.bind(0, raw_pages(8))
-        with pytest.raises(DataError, match="there are no lengths"):
+        with raises(DataError, "run()", "update()"):
             plan.run(q, 0)
 
 
@@ -476,9 +486,9 @@ def test_a_bind_that_is_refused_changes_nothing():
     plan.update(step)
     near, far = torch.zeros(8, 2, HEADS, RAW_LAYOUT.head_bytes, dtype=torch.uint8)[:, 1], raw_pages(8)[0].slabs[0]
     unlike = [PageStore(RAW_LAYOUT, (near, far))]
-    with pytest.raises(DataError, match="one page stride"):
+    with raises(DataError, "[32768, 65536]"):
         plan.bind(1, unlike)
-    with pytest.raises(DataError, match="never bound"):
+    with raises(DataError, "layer 1", "bind(1, stores)"):
         plan.run(q, 1)
     plan.bind(0, raw_pages(8))
     stores = raw_pages(8)
@@ -486,7 +496,7 @@ def test_a_bind_that_is_refused_changes_nothing():
     plan.bind(1, stores)
     del stores
     want = plan.run(q, 1)
-    with pytest.raises(DataError, match="one page stride"):
+    with raises(DataError, "[32768, 65536]"):
         plan.bind(1, unlike)
     gc.collect()
     assert held() is not None

@@ -10,6 +10,7 @@ import torch
 from dense_model import dense_attention
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import mentions, raises
 from nightly import at_night
 from ops.cuda_cases import relative_error
 
@@ -118,14 +119,14 @@ def test_tensors_of_any_strides_are_read_as_they_are(attend_fresh, window, group
 def test_tensors_that_do_not_fit_together_are_refused(attend_fresh):
     q, k, v = chunk(2)
     positions = torch.arange(40).repeat(2, 1)
-    for bad in (
-        (q, k[:, :39], v, positions),
-        (q, k, v[:1], positions),
-        (q, k, v, positions[0]),
-        (q[:, :, :3], k, v, positions),
-        (q, k[..., :8], v, positions),
+    for bad, parts in (
+        ((q, k[:, :39], v, positions), ("k", "[2, 40, H, 16]", "[2, 39, 2, 16]")),
+        ((q, k, v[:1], positions), ("v", "[2, 40, 2]", "[1, 40, 2, 16]")),
+        ((q, k, v, positions[0]), ("positions", "[2, 40]", "[40]")),
+        ((q[:, :, :3], k, v, positions), (3, 2)),
+        ((q, k[..., :8], v, positions), ("k", "[2, 40, H, 16]", "[2, 40, 2, 8]")),
     ):
-        with pytest.raises(DataError, match="must be"):
+        with raises(DataError, *parts):
             attend_fresh(*bad, 0.3, None, None)
 
 
@@ -172,17 +173,17 @@ def test_every_refusal_is_a_sentence():
     q, _, v = chunk()
     assert cpu.refuses(q, v, None) is None
     assert "softcap" in cpu.refuses(q, v, 3.0)
-    assert "head_dim of 8" in cpu.refuses(q, v[..., :8], None)
+    assert mentions(cpu.refuses(q, v[..., :8], None), "head_dim", 8)
     assert "meta" in cpu.refuses(q.to("meta"), v, None)
     assert "int32" in cpu.refuses(q.int(), v, None)
-    assert "not on a GPU" in cuda.refuses(q, v, None)
+    assert "GPU" in cuda.refuses(q, v, None)
     served = chunk_attention.choose(q, v, 3.0)
-    assert served.backend == "reference" and "softcap" in str(served) and "not on a GPU" in str(served)
+    assert served.backend == "reference" and mentions(str(served), "softcap", "GPU")
     assert (
         chunk_attention.choose(q, v, None).backend == "cpu"
         and chunk_attention.choose(q, v, None, "reference").backend == "reference"
     )
-    with pytest.raises(SpecError, match="softcap"):
+    with raises(SpecError, "softcap", "backend='auto'"):
         chunk_attention.choose(q, v, 3.0, "cpu")
 
 
@@ -190,7 +191,7 @@ def test_every_refusal_is_a_sentence():
     "softcap, backend, served",
     [
         (None, "auto", "attend_fresh by cpu"),
-        (30.0, "auto", "attend_fresh by reference (cpu: torch's FlashAttention has no softcap"),
+        (30.0, "auto", "attend_fresh by reference (cpu: "),
         (None, "reference", "attend_fresh by reference"),
     ],
 )
@@ -202,7 +203,7 @@ def test_explain_names_who_attends_to_fresh_tokens(softcap, backend, served):
     for layer in range(2):
         cache.step(layer, q, k, v, scaling=0.125, softcap=softcap)
     (op,) = (op for op in cache.explain()["ops"] if op.startswith("attend_fresh"))
-    assert op.startswith(served)
+    assert op.startswith(served) and ("softcap" in op) == (softcap is not None)
 
 
 # -- on a GPU

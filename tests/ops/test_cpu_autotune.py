@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from messages import mentions
 from ops.cpu_cases import NOISE, TILE_TIERS, assert_close, needs_library, random_call
 
 from kvbits import schemes
@@ -111,7 +112,7 @@ def test_what_torch_does_not_compute_is_left_to_the_kernels(changes):
 
 def test_short_histories_are_not_measured(folder):
     plan, found = attended(case := chunk(held=500))
-    assert not folder.exists() and f"no history had {autotune.TOKENS:,} tokens" in plan.explain()
+    assert not folder.exists() and f"{autotune.TOKENS:,} tokens" in plan.explain()
     assert_close(found, case.exact(), NOISE["int4"])
 
 
@@ -133,7 +134,7 @@ def test_decoding_is_in_tiles_where_they_are_faster(folder, tier):
         case = chunk(tokens=1)
         plan = case.plan(past_only=True)
         plan.bind(0, case.stores)
-        assert "fewer than 32 query rows share a kv head" in plan.explain()
+        assert mentions(plan.explain(), 32, "query rows")
         attended(case)
         ((path, text),) = files(folder).items()
         for way, served in (("tiles", f"attend by cpu ({tier});"), ("kernels", "attend by cpu (")):

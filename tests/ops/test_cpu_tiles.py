@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from messages import mentions
 from nightly import at_night
 from ops.cpu_cases import (
     FORMATS,
@@ -159,21 +160,21 @@ def test_the_same_bits_every_time_for_a_thread_count(tiles):
 
 
 @pytest.mark.parametrize(
-    "change, why",
+    "change, parts",
     [
-        ({"tokens": 1}, "fewer than 32 query rows share a kv head"),
-        ({"head_dim": 80}, "head_dim is not a multiple of 32"),
-        ({"dtype": torch.float32}, "raw rows of float32"),
-        ({"key": QuantSpec(format="int8", granularity=PerGroup(8))}, "groups are not whole tiles"),
-        ({"value": QuantSpec(format="int2", granularity=PerChannel()), "head_dim": 32}, "rows of codes are not whole"),
+        ({"tokens": 1}, (32, "query rows")),
+        ({"head_dim": 80}, ("head_dim", "multiple of 32")),
+        ({"dtype": torch.float32}, ("raw", "float32")),
+        ({"key": QuantSpec(format="int8", granularity=PerGroup(8))}, ("groups", "tiles")),
+        ({"value": QuantSpec(format="int2", granularity=PerChannel()), "head_dim": 32}, ("rows of codes",)),
     ],
 )
-def test_what_tiles_do_not_serve_is_served_by_the_other_tier(tiles, change, why):
+def test_what_tiles_do_not_serve_is_served_by_the_other_tier(tiles, change, parts):
     spec = QuantSpec(format="int8", granularity=PerToken())
     call = {"key": spec, "value": spec, "group": 4, "tokens": 12, "head_dim": 64} | change
     case = random_call(call.pop("key"), call.pop("value"), **call)
     said = plan_of(case).explain()
-    assert said.startswith(f"attend by cpu ({OTHERWISE[tiles]}; {tiles}: ") and why in said
+    assert said.startswith(f"attend by cpu ({OTHERWISE[tiles]}; {tiles}: ") and mentions(said, *parts)
     assert_close(case.attend("cpu"), case.exact(), 2e-2)
 
 

@@ -12,6 +12,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from messages import mentions, raises
 from ops.cuda_cases import Call, Case, make, relative_error
 
 from kvbits import schemes
@@ -247,7 +248,7 @@ def test_tiers_take_a_launch_for_each_format():
     assert len(call.stores) == 4
     plan = call.plan()
     lines = plan.explain().splitlines()
-    assert len(lines) == 2 and "int4/int4 pages and raw ones" in lines[0] and "raw" not in lines[1]
+    assert len(lines) == 2 and mentions(lines[0], "int4/int4", "raw") and "raw" not in lines[1]
     want = check(call, plan)
     assert torch.equal(plan.run(call.q, 2), want), "all layers of these pools hold the same bytes"
 
@@ -356,12 +357,12 @@ def test_wrong_queries_are_refused():
     call = make(Case(**both("int8"), lengths=(100,)), "cuda")
     plan, q = call.plan(), call.q
     for bad in (q.half(), q[..., :64], q[:, :, :4], q.cpu()):
-        with pytest.raises(DataError, match="the plan is for"):
+        with raises(DataError, [*q.shape]):
             plan.run(bad)
     wide = torch.empty(*q.shape[:-1], q.shape[-1] + 1, dtype=q.dtype, device="cuda")[..., :-1]
-    with pytest.raises(DataError, match="contiguous"):
+    with raises(DataError, "contiguous"):
         plan.run(wide)
-    with pytest.raises(UnsupportedError, match="float32"):
+    with raises(UnsupportedError, "float32"):
         call.plan(dtype=torch.float32)
 
 
@@ -377,7 +378,7 @@ def test_more_parts_than_a_launch_takes_are_refused():
     layout = PageLayout(**both("int8"), page_size=64, num_kv_heads=1, head_dim=128)
     assert "5 parts" in attend_cuda.refuses_kernel([layout] * 5, 4, torch.bfloat16, 1)
     raw = [PageLayout(key=RAW, value=RAW, page_size=64, num_kv_heads=1, head_dim=128, raw_dtype=x) for x in DTYPES]
-    assert "differ in dtype" in attend_cuda.refuses_kernel(raw, 4, torch.bfloat16, 1)
+    assert "dtype" in attend_cuda.refuses_kernel(raw, 4, torch.bfloat16, 1)
 
 
 DTYPES = ("bfloat16", "float16")

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from messages import mentions, raises
 from nightly import at_night
 from ops import test_store as cases
 from ops.cpu_cases import static_of
@@ -168,7 +169,7 @@ def test_pages_that_are_not_aligned_are_refused(device):
             (4, 3, pages.layout.head_bytes), (3 * pages.layout.head_bytes + 2, pages.layout.head_bytes, 1)
         ),
     ):
-        with pytest.raises(DataError, match="multiples of 16"):
+        with raises(DataError, "multiples of 16"):
             cuda.store(k, v, PageStore(pages.layout, (moved,)), torch.full((120,), 3, device=device))
     assert not slab.any()
 
@@ -440,24 +441,24 @@ def test_packed_arguments_that_do_not_fit_are_refused(device):
     slab = torch.full((4, cases.HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
     k, slots = torch.randn(4, cases.HEADS, 64, device=device), torch.zeros(4, dtype=torch.int64, device=device)
     static = {"v_scale": torch.ones(cases.HEADS, 1, device=device)}
-    for of_pages, given, message in (
-        ({"static": {}}, {"previous": slots}, "no calibrated v_scale"),
-        ({}, {}, "give previous"),
-        ({}, {"previous": slots[:3]}, r"previous must be dense torch.int64 \[4\]"),
-        ({"turn": torch.zeros(3, 32, device=device)}, {"previous": slots}, r"turn must be dense float32 \[3, 64\]"),
-        ({}, {"previous": slots, "status": torch.zeros(6, device=device)}, r"status must be dense torch.int32 \[7\]"),
+    for of_pages, given, parts in (
+        ({"static": {}}, {"previous": slots}, ("v_scale", "static=False")),
+        ({}, {}, ("previous",)),
+        ({}, {"previous": slots[:3]}, ("previous", "torch.int64", "[4]", "[3]")),
+        ({"turn": torch.zeros(3, 32, device=device)}, {"previous": slots}, ("turn", "float32", "[3, 64]", "[3, 32]")),
+        ({}, {"previous": slots, "status": torch.zeros(6, device=device)}, ("status", "torch.int32", "[7]", "[6]")),
     ):
         pages = PageStore(layout, (slab,), **({"static": static} | of_pages))
-        with pytest.raises(DataError, match=message):
+        with raises(DataError, *parts):
             cuda.store(k, k, pages, slots, **given)
     pages = PageStore(
         cases.layout_of(RAW, RAW, 64, 32), (torch.zeros(2, cases.HEADS, 8192, dtype=torch.uint8, device=device),)
     )
-    with pytest.raises(DataError, match="k is torch.float32; raw pages of bfloat16"):
+    with raises(DataError, "torch.float32", "bfloat16"):
         cuda.store(k, k, pages, slots)
     whole = cases.layout_of(spec("int8", PerChannel()), RAW, 64, 32)
     pages = PageStore(whole, (torch.zeros(2, cases.HEADS, whole.head_bytes, dtype=torch.uint8, device=device),))
-    with pytest.raises(DataError, match="cannot be stored one by one"):
+    with raises(DataError, "PerChannel()"):
         cuda.store(k, k, pages, slots)
     assert bool((slab == 0xFF).all())
 
@@ -468,14 +469,12 @@ def test_refusals_name_the_reason():
 
     assert why(spec("int8"), spec("int4")) is None
     assert "head_dim=520" in why(spec("int8", PerToken()), head_dim=520)
-    assert "key groups of 384 channels are not a power of two, as heads of 384 (above 256)" in why(
-        spec("int8", PerToken()), head_dim=384
-    )
+    assert mentions(why(spec("int8", PerToken()), head_dim=384), "384 channels", "power of two", 256)
     assert why(spec("int8", PerToken()), head_dim=512) is why(spec("int8", PerGroup(64)), head_dim=384) is None
-    assert "key groups of 4 channels" in why(spec("int8", PerGroup(4)))
+    assert mentions(why(spec("int8", PerGroup(4))), "key", "4 channels")
     assert why(spec("int8", PerGroup(4), static=True)) is None
-    assert "cannot round to fp8" in why(spec("fp8_e4m3"), capability=(8, 0))
-    assert "one by one" in why(spec("int8", PerChannel()))
+    assert "fp8" in why(spec("fp8_e4m3"), capability=(8, 0))
+    assert "PerChannel()" in why(spec("int8", PerChannel()))
     assert "head_dim=20" in why(RAW, spec("int8", PerToken()), head_dim=20)
     assert "page_size=4" in cuda.refuses_layout(cases.layout_of(spec("int8"), RAW, 64, 4))
     pages = cases.layout_of(RAW, RAW, 33, 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from messages import raises
 from ops.cpu_cases import needs_library
 
 from kvbits.errors import DataError, SpecError
@@ -37,7 +38,7 @@ STORES = [
 def test_layouts_of_nothing(field):
     for n in (0, -1):
         sizes = {"page_size": 64, "num_kv_heads": 2, "head_dim": 64} | {field: n}
-        with pytest.raises(SpecError, match=f"{field}={n} must be at least 1"):
+        with raises(SpecError, f"{field}={n}", 1):
             PageLayout(key=INT4, value=INT4, **sizes)
 
 
@@ -54,9 +55,9 @@ def pages_of() -> tuple[torch.Tensor, PageStore]:
 def test_close_to_other_pages(close):
     k, store = pages_of()
     for bad in (np.array([0, 4]), np.array([-1, 0]), np.array([0, BIG])):
-        with pytest.raises(DataError, match="page_ids names a page that its store does not have"):
+        with raises(DataError, "page_ids", 4):
             close(k, k, store, bad)
-    with pytest.raises(DataError, match="must be one-dimensional integers"):
+    with raises(DataError, "page_ids", "float64", "[2]"):
         close(k, k, store, np.array([0.0, 1.0]))
     assert bool((store.slabs[0] == 0xFF).all())
 
@@ -76,7 +77,7 @@ def test_tokens_and_slots_that_do_not_fit(store):
         with pytest.raises(DataError):
             store(k, bad, pages, slots)
     for bad in (slots[:15], slots.int(), slots.double(), slots.view(2, 8), torch.arange(32)[::2]):
-        with pytest.raises(DataError, match=r"slots must be dense torch.int64 \[16\] on cpu, got"):
+        with raises(DataError, "slots", "torch.int64", "[16]", "cpu"):
             store(k, k, pages, bad)
     assert bool((buffer == 0xFF).all())
 
@@ -86,16 +87,21 @@ def test_arguments_that_are_no_tensors_of_tokens(store):
     k, pages = pages_of()
     k, slots = k.transpose(1, 2), torch.arange(64)
     good = {"k": k, "v": k, "pages": pages, "slots": slots}
-    for name, bad in (("k", None), ("v", [1.0]), ("pages", None), ("slots", list(range(64)))):
-        with pytest.raises(DataError, match=f"{name} must be a"):
+    for name, bad, parts in (
+        ("k", None, ("tensor", "NoneType")),
+        ("v", [1.0], ("tensor", "list")),
+        ("pages", None, ("PageStore", "None")),
+        ("slots", list(range(64)), ("tensor", "list")),
+    ):
+        with raises(DataError, name, *parts):
             store(**good | {name: bad})
     for name in ("previous", "starts", "status"):
-        with pytest.raises(DataError, match=f"{name} must be a tensor"):
+        with raises(DataError, name, "tensor", "list"):
             store(**good, **{name: [0] * 7})
-    with pytest.raises(DataError, match="pages must be a PageStore with at least one slab"):
+    with raises(DataError, "PageStore"):
         store(**good | {"pages": PageStore(pages.layout, ())})
     for bad in (k.double(), k.int()):
-        with pytest.raises(DataError, match="k is torch"):
+        with raises(DataError, bad.dtype, "torch.float16", "torch.bfloat16", "torch.float32"):
             store(**good | {"k": bad, "v": bad})
     assert bool((pages.slabs[0] == 0xFF).all())
 
@@ -114,9 +120,7 @@ def test_slots_past_counting(store):
 
 
 def test_more_heads_than_any_model_has():
-    with pytest.raises(
-        SpecError, match=r"num_kv_heads=1000000000000 must be a whole number from 1 to 65535; it counts"
-    ):
+    with raises(SpecError, "num_kv_heads=1000000000000", 1, 65535):
         LayerGeometry(num_kv_heads=10**12, head_dim=64)
     assert LayerGeometry(num_kv_heads=65_535, head_dim=64).num_kv_heads == 65_535
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import mentions
 from ops.cuda_cases import Case, make, on, relative_error
 from ops.emulated_build import build, put_sources
 from ops.emulated_op import needs_compiler, needs_gpu
@@ -274,26 +275,26 @@ def asked(call, readable=True, **changes):
 
 
 @pytest.mark.parametrize(
-    "changes, why",
+    "changes, parts",
     [
-        ({"past_only": False}, "not all past"),
-        ({"num_queries": 8}, "few"),
-        ({"num_queries": 128}, "few"),
-        ({"dtype": torch.float32}, "float32"),
-        ({"readable": False}, "for many queries only"),
+        ({"past_only": False}, ("past",)),
+        ({"num_queries": 8}, ("few",)),
+        ({"num_queries": 128}, ("few",)),
+        ({"dtype": torch.float32}, ("float32",)),
+        ({"readable": False}, ("many queries",)),
     ],
 )
-def test_refusals_say_what_is_in_the_way(changes, why):
+def test_refusals_say_what_is_in_the_way(changes, parts):
     call = make(Case(**both("int8"), lengths=(100,)), "cpu")  # 4 query heads a kv head
     assert asked(call) is None
-    assert why in asked(call, **changes)
+    assert mentions(asked(call, **changes), *parts)
 
 
 def test_pages_that_no_kernel_reads_are_unpacked_for_few_queries_too():
     call = make(KLT[0], "cpu")
     assert "few" in asked(call, num_queries=1)
     assert asked(call, False, num_queries=1) is asked(call, False, num_queries=2) is None
-    assert "not all past" in asked(call, False, num_queries=1, past_only=False)
+    assert "past" in asked(call, False, num_queries=1, past_only=False)
 
 
 def test_formats_whose_pages_are_read_for_few_columns_are_unpacked_sooner():

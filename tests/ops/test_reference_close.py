@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import raises
 from ops.cpu_cases import static_of
 
 from kvbits.errors import DataError, SpecError
@@ -140,7 +141,7 @@ def test_missing_calibration_is_an_error_when_writing_and_when_reading():
     spec = QuantSpec(static=True, granularity=PerGroup(8))
     layout = PageLayout(key=spec, value=spec, page_size=32, num_kv_heads=1, head_dim=8)
     x = torch.zeros(1, 1, 32, 8)
-    with pytest.raises(DataError, match="no calibrated scales"):
+    with raises(DataError, "static=False"):
         close_pages(x, x, layout)
-    with pytest.raises(KeyError, match="k_scale is neither stored in the page nor calibrated"):
+    with raises(KeyError, "k_scale"):
         dequantize_pages(torch.zeros(1, 1, layout.head_bytes, dtype=torch.uint8), layout)

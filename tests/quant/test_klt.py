@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import raises
 
 from kvbits import schemes
 from kvbits.errors import DataError, SpecError
@@ -120,9 +121,7 @@ def test_widths_fall_and_keep_their_mean_to_two_bits_of_a_head(name, head_dim):
 def test_widths_are_refused_where_their_mean_cannot_be_dealt_out(bands, head_dim, count):
     """Bands of more bits than a code has, or of none at all, were dealt out without a word."""
     assert spec(bands).widths(16 * len(bands)) == bands
-    with pytest.raises(
-        SpecError, match=f"head_dim={head_dim} has {count}, .* cannot be dealt out .*; give {count} widths"
-    ):
+    with raises(SpecError, f"head_dim={head_dim}", f"{count} widths"):
         PageLayout(key=spec(bands), value=spec((2,)), page_size=64, num_kv_heads=1, head_dim=head_dim).bytes_by_kind()
 
 
@@ -149,37 +148,35 @@ def test_planes_hold_the_channels_of_the_bands_that_have_them():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "parts"),
     [
-        ({"bands": (7,)}, "unknown width of a band 7; known: 0, 1, 2, 3, 4, 5, 6, 8"),
-        ({"bands": ()}, "hold no bits; give one width for each 16 channels"),
-        ({"bands": (0, 0)}, "hold no bits"),
-        ({"granularity": PerChannel()}, "one fitted 8-bit scale per token"),
-        ({"scale_dtype": "float16"}, "one fitted 8-bit scale per token"),
-        ({"outliers": 0.01}, "no outliers"),
-        ({"basis": "pca"}, "unknown basis 'pca'; known: None, hadamard, calibrated"),
-        ({"format": "int4"}, "belong to format='trellis', not to 'int4'"),
+        ({"bands": (7,)}, (7, 0, 1, 2, 3, 4, 5, 6, 8)),
+        ({"bands": ()}, ("bands=()", "16 channels")),
+        ({"bands": (0, 0)}, ("bands=(0, 0)", "16 channels")),
+        ({"granularity": PerChannel()}, ("trellis", "granularity=PerToken()")),
+        ({"scale_dtype": "float16"}, ("trellis", "scale_dtype='float8_e5m3'")),
+        ({"outliers": 0.01}, ("trellis", "outliers")),
+        ({"basis": "pca"}, ("'pca'", None, "hadamard", "calibrated")),
+        ({"format": "int4"}, ("format='trellis'", "'int4'")),
         (
             {"center": "channel", "basis": "calibrated"},
-            "use center='calibrated' with basis='calibrated', or center=None",
+            ("center='calibrated'", "basis='calibrated'", "center=None"),
         ),
-        ({"center": "calibrated"}, "with center='calibrated' and basis=None"),
-        ({"levels": "fitted"}, "levels='fitted' are those of 2 bits"),
-        ({"levels": "free"}, "unknown levels 'free'; known: uniform, fitted"),
+        ({"center": "calibrated"}, ("center='calibrated'", "basis=None")),
+        ({"levels": "fitted"}, ("levels='fitted'", "2 bits")),
+        ({"levels": "free"}, ("'free'", "uniform", "fitted")),
     ],
 )
-def test_specs_that_cannot_be_are_refused(change, message):
-    with pytest.raises(SpecError, match=message):
+def test_specs_that_cannot_be_are_refused(change, parts):
+    with raises(SpecError, *parts):
         dataclasses.replace(spec((5, 3, 2, 0)), **change)
 
 
 def test_values_have_no_calibrated_basis():
     preset = schemes.get("klt2")
-    with pytest.raises(SpecError, match="basis='calibrated' is of keys"):
+    with raises(SpecError, "basis='calibrated'", "basis='hadamard'"):
         Scheme(name="a", key=preset.key, value=preset.key)
-    with pytest.raises(
-        SpecError, match="center='calibrated' is of keys in basis='calibrated', not of 'int4'; use center='channel'"
-    ):
+    with raises(SpecError, "center='calibrated'", "basis='calibrated'", "'int4'", "center='channel'"):
         QuantSpec(format="int4", center="calibrated")
 
 
@@ -190,9 +187,9 @@ def test_keys_have_uniform_levels_and_values_one_width():
         return PageLayout(key=key, value=value, page_size=64, num_kv_heads=1, head_dim=64)
 
     page(spec((2,) * 4), fitted)
-    with pytest.raises(SpecError, match="levels='fitted' are those of values"):
+    with raises(SpecError, "levels='fitted'", "levels='uniform'"):
         page(fitted, fitted)
-    with pytest.raises(SpecError, match=r"bands=\(3, 2, 3, 2\) of values differ"):
+    with raises(SpecError, "(3, 2, 3, 2)", "(3, 3, 3, 3)"):
         page(spec((2,) * 4), spec((3, 2, 3, 2)))
 
 
@@ -348,7 +345,7 @@ def test_tokens_with_a_few_large_channels_get_the_scales_far_above_the_first_gue
 
 
 def test_a_token_beyond_8_bit_scales_is_an_error():
-    with pytest.raises(DataError, match=r"a scale of magnitude .* overflows float8_e5m3, .*; keep the layer raw"):
+    with raises(DataError, "float8_e5m3", 61440, "raw", "Override"):
         scales.fitted_scales(torch.full((1, 16), 1e9), spec((2,)))
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import raises, warns
 from store_checks import FULL, bytes_of, cache_of, ids_of, pieces, spec_of
 
 from kvbits import PrefixStore
@@ -66,7 +66,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(full):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9_800, hard))  # blobs of pages fit, the first with its sinks does not
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with raises(OSError, "File too large"):
             store.put(donor, more)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -87,7 +87,7 @@ def test_a_bit_flipped_anywhere_is_never_loaded_and_its_file_is_named(tmp_path_f
     at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 250))
     content[at] ^= 1 << data.draw(st.integers(0, 7))
     files[number].write_bytes(content)
-    with pytest.warns(UserWarning, match=f"{re.escape(files[number].name)}.*computed again"):
+    with warns(UserWarning, files[number].name, f"{files[number].name}.damaged"):
         n, loaded = load(store)
     assert n == (0 if number == 0 else 4 + 64 * number)
     assert not files[number].exists()
@@ -111,7 +111,7 @@ def test_a_file_that_was_cut_short_is_named(full, number, cut):
     path.write_bytes(content[:cut])
     assert store.check(donor) == [reason for reason in store.check(donor) if path.name in reason]
     assert len(store.check(donor)) == 1
-    with pytest.warns(UserWarning, match=rf"{re.escape(path.name)} is truncated"):
+    with warns(UserWarning, path.name, "truncated"):
         assert load(store)[0] == {0: 0, 2: 132, -1: 324}[number]
     store.put(donor, IDS)
     assert load(store)[0] == 400
@@ -122,7 +122,7 @@ def test_another_version_is_named_with_both_versions(full, monkeypatch, version)
     store, _, _ = full
     ours = getattr(blob, version)
     monkeypatch.setattr(blob, version, 9)
-    with pytest.warns(UserWarning, match=f"has {version.lower()} {ours}, but this kvbits reads 9"):
+    with warns(UserWarning, f"{version.lower()} {ours}", 9):
         assert load(store)[0] == 0
 
 
@@ -167,7 +167,7 @@ def changed(path, table=None, **fields):
 def test_numbers_that_cannot_be_are_refused(full, fields):
     store, _, files = full
     changed(files[2], **fields)
-    with pytest.warns(UserWarning, match=files[2].name):
+    with warns(UserWarning, files[2].name):
         assert load(store)[0] == 132
 
 
@@ -186,7 +186,7 @@ def test_a_blob_brings_no_pages_but_those_of_its_tokens(full, wrong):
     table = table_of(files[2])
     fields = {} if wrong.pool == "closed" else {"data_bytes": Header.parse(files[2].read_bytes(), "").data_bytes}
     changed(files[2], Table([wrong, *table.pages[1:]], table.sums), **fields)
-    with pytest.warns(UserWarning, match=files[2].name):
+    with warns(UserWarning, files[2].name):
         assert load(store)[0] == 132
 
 
@@ -214,7 +214,7 @@ def test_an_end_that_no_sequence_has_is_refused(full, state):
         (group,) = json.loads(table.state)["groups"]
         state = json.dumps({"groups": [group | state]}).encode()
     changed(files[-1], Table(table.pages, table.sums, state))
-    with pytest.warns(UserWarning, match=f"{re.escape(files[-1].name)} ends an? (invalid )?sequence"):
+    with warns(UserWarning, files[-1].name, f"{files[-1].name}.damaged", "sequence"):
         assert load(store)[0] == 324
 
 
@@ -222,7 +222,7 @@ def test_files_under_another_name_or_of_another_cache_are_not_taken(full, tmp_pa
     store, _, files = full
     content = files[3].read_bytes()
     files[2].write_bytes(content)
-    with pytest.warns(UserWarning, match=f"{files[2].name} does not belong there: it holds other tokens"):
+    with warns(UserWarning, files[2].name, "tokens"):
         assert load(store)[0] == 132
     other = PrefixStore(tmp_path / "other", blob_tokens=64)
     foreign = cache_of(spec_of("int4", (FULL, FULL, FULL)), IDS)
@@ -231,7 +231,7 @@ def test_files_under_another_name_or_of_another_cache_are_not_taken(full, tmp_pa
         (p for p in other.folder.root.rglob("*") if p.is_file()), key=lambda p: Header.parse(p.read_bytes(), "").start
     )
     files[1].write_bytes(theirs[1].read_bytes())
-    with pytest.warns(UserWarning, match=f"{files[1].name} does not belong there: it is of another scheme or geometry"):
+    with warns(UserWarning, files[1].name, "scheme", "geometry"):
         assert load(store)[0] == 68
 
 
@@ -257,9 +257,9 @@ def test_folders_that_are_links_are_refused_and_nothing_is_written_outside(tmp_p
         (store.folder.root / space).mkdir()
         for i in range(256):
             (store.folder.root / space / f"{i:02x}").symlink_to(there)
-    with pytest.raises(SpecError, match="is a symbolic link or a file, where a store has a folder; remove it"):
+    with raises(SpecError, "symbolic link", "remove"):
         store.put(donor, IDS)
-    with pytest.raises(SpecError, match="symbolic link"):
+    with raises(SpecError, "symbolic link", "remove"):
         load(store)
     store.explain()
     store.evict(0)
@@ -306,10 +306,10 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
         where.set_aside,
         lambda space, name: where.write(space, [(name, [memoryview(b"x")])]),
     ):
-        with pytest.raises(SpecError, match="is not a file name of a store"):
+        with raises(SpecError, repr(name)):
             call("ab" * 20, name)
     for space in ("..", "../x", "", "/"):
-        with pytest.raises(SpecError, match="is not a folder of a store"):
+        with raises(SpecError, repr(space)):
             where.open(space, "a" * 40 + ".0-1")
     assert [p.name for p in tmp_path.rglob("*")] == ["store"]
 
@@ -317,14 +317,12 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
 def test_the_lock_of_an_eviction_is_no_way_out(full, tmp_path):
     store, _, _ = full
     (store.folder.root / ".evicting").symlink_to(tmp_path / "made")
-    with pytest.raises(
-        SpecError, match=r"/\.evicting is a symbolic link or a folder, where a store has a file; remove it"
-    ):
+    with raises(SpecError, ".evicting", "symbolic link", "remove"):
         store.evict(0)
     assert not (tmp_path / "made").exists()
     (store.folder.root / ".evicting").unlink()
     (store.folder.root / ".evicting").mkdir()
-    with pytest.raises(SpecError, match=r"/\.evicting is a symbolic link or a folder"):
+    with raises(SpecError, ".evicting", "symbolic link", "remove"):
         store.evict(0)
 
 
@@ -333,7 +331,7 @@ def test_a_folder_where_a_file_belongs_is_named(full):
     files[1].unlink()
     files[1].mkdir()
     assert load(store)[0] == 68
-    with pytest.raises(SpecError, match=f"{re.escape(str(files[1]))} is a folder, where a store has a file; remove it"):
+    with raises(SpecError, files[1], "folder", "remove"):
         store.put(donor, IDS)
     assert not list(store.folder.root.rglob(".part-*"))
     files[1].rmdir()
@@ -407,7 +405,7 @@ def test_pages_that_go_by_way_of_other_memory_are_the_same_and_checked(full, mon
     data = bytearray(files[0].read_bytes())
     data[-5] ^= 1
     files[0].write_bytes(data)
-    with pytest.warns(UserWarning, match=f"{files[0].name} is damaged"):
+    with warns(UserWarning, files[0].name, "damaged"):
         assert load(store)[0] == 0
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from integrations.test_huggingface import tiny
+from messages import raises, warns
 from nightly import at_night
 from store_checks import FULL, SCHEMES, SLIDING, bytes_of, cache_of, extend, ids_of, spec_of
 
@@ -163,8 +164,8 @@ def test_a_flipped_bit_in_the_last_layer_takes_the_pass_back_and_names_the_file(
     assert all(torch.isfinite(x).all() for x in one_pass(cache, tokens, range(2)))
     gate.open.set()
     with (
-        pytest.warns(UserWarning, match=files[2].name),
-        pytest.raises(DamagedError, match=rf"{files[2].name} is damaged.*taken back.*reset\(\)"),
+        warns(UserWarning, files[2].name),
+        raises(DamagedError, files[2].name, "reset()", "free(0)"),
     ):
         one_pass(cache, tokens, range(2, LAYERS))
     assert not cache.in_pass
@@ -177,7 +178,7 @@ def test_a_flipped_bit_in_the_last_layer_takes_the_pass_back_and_names_the_file(
         lambda: store.put(cache, IDS),
         lambda: cache.crop(3),
     ):
-        with pytest.raises(DamagedError, match=files[2].name):
+        with raises(DamagedError, files[2].name):
             refused()
     cache.reset()
     again = cache_of(SPEC)
@@ -191,7 +192,7 @@ def test_a_damaged_sequence_may_be_freed_and_its_row_used_again(full):
     flip(files[0], LAYERS - 1)
     cache = cache_of(SPEC)
     store.load(cache, IDS, wait=False)
-    with pytest.warns(UserWarning, match="damaged"), pytest.raises(DamagedError):
+    with warns(UserWarning, "damaged"), pytest.raises(DamagedError):
         one_pass(cache)
     cache.free(0)
     assert cache.seq_lens == [0]
@@ -211,8 +212,8 @@ def test_a_file_that_is_cut_after_its_header_was_read_is_damage_too(full, monkey
     os.truncate(files[-1], files[-1].stat().st_size - 9)
     gate.open.set()
     with (
-        pytest.warns(UserWarning, match="damaged"),
-        pytest.raises(DamagedError, match=files[-1].name.replace("+", r"\+")),
+        warns(UserWarning, "damaged"),
+        raises(DamagedError, files[-1].name, "reset()", "free(0)"),
     ):
         one_pass(cache, layers=range(2, LAYERS))
 
@@ -246,7 +247,7 @@ def test_a_file_that_cannot_be_set_aside_is_left_out(full, monkeypatch):
     store, files = full
     flip(files[2], LAYERS - 1)
     monkeypatch.setattr(store.folder, "set_aside", lambda *_: None)  # a store that can only be read
-    with pytest.warns(UserWarning, match="it was left"):
+    with warns(UserWarning, files[2].name, "damaged"):
         assert store.load(cache_of(SPEC), IDS) == 4 + 2 * 64
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -312,17 +313,17 @@ def test_a_model_goes_on_with_a_damaged_prefix_as_without_or_says_so(tmp_path, r
     if rest == 1:
         cache = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
         with (
-            pytest.warns(UserWarning, match=path.name),
-            pytest.raises(FileFormatError, match=rf"{path.name} is damaged"),
+            warns(UserWarning, path.name),
+            raises(FileFormatError, path.name, "reset()", "free(0)"),
         ):
             model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
         flip(path.with_name(path.name + ".damaged"), layers - 1, layers)  # whole again, then damaged again
         path.with_name(path.name + ".damaged").rename(path)
         flip(path, layers - 1, layers)
-        with pytest.warns(UserWarning, match=path.name):
+        with warns(UserWarning, path.name):
             whole = KVCache.from_prefix(model, ids, store=store, scheme=scheme, wait=True, put=False)
         assert whole.pages.seq_lens == [299], "what is damaged is computed"
-    with pytest.warns(UserWarning, match=path.name) if rest > 1 else warnings.catch_warnings():
+    with warns(UserWarning, path.name) if rest > 1 else warnings.catch_warnings():
         again = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
     short = PrefixStore(tmp_path / "b", blob_tokens=64)
     KVCache.from_prefix(model, ids[:, : 4 + 64 + 33], store=other, scheme=scheme)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from messages import raises, warns
 from ops.emulated_op import needs_gpu
 from store_checks import ids_of, pieces
 
@@ -42,7 +43,7 @@ def test_what_was_put_loads_and_a_flipped_bit_is_found(tmp_path, name):
     data[-77] ^= 16
     path.write_bytes(data)
     part = cache_of(spec)
-    with pytest.warns(UserWarning, match=path.name):
+    with warns(UserWarning, path.name):
         n = store.load(part, IDS)
     assert n < len(IDS)
     assert not n or all(torch.equal(a[:n], b) for a, b in zip(held(donor), held(part), strict=True))
@@ -122,7 +123,7 @@ def test_layers_that_start_early_wait_for_their_own_bytes_on_the_gpu(tmp_path, m
     path.write_bytes(data)
     early.reset()
     assert store.load(early, IDS, wait=False) == len(IDS)
-    with pytest.warns(UserWarning, match=path.name), pytest.raises(DamagedError, match=path.name):
+    with warns(UserWarning, path.name), raises(DamagedError, path.name):
         attended(early, range(8))
     assert not early.in_pass
     early.reset()

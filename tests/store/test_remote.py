@@ -4,6 +4,7 @@ import uuid
 import warnings
 
 import pytest
+from messages import raises, warns
 from store_checks import bytes_of, cache_of, ids_of, pieces
 
 from kvbits import PrefixStore
@@ -100,7 +101,7 @@ def test_a_damaged_object_is_named_set_aside_there_too_and_made_again(url, tmp_p
     data[-5] ^= 1
     a.folder.fs.pipe_file(path, bytes(data))
     b = machine(url, tmp_path, "b")
-    with pytest.warns(UserWarning, match=path.rsplit("/", 1)[-1].replace("+", r"\+")):
+    with warns(UserWarning, path.rsplit("/", 1)[-1]):
         assert load(b)[0] == 324
     assert not a.folder.fs.exists(path)
     a.put(donor, IDS)
@@ -143,11 +144,11 @@ def test_the_local_folder_keeps_to_its_size_and_the_rest_stays_there(url, tmp_pa
 
 
 def test_bad_urls_and_options_are_refused(tmp_path):
-    with pytest.raises(SpecError, match=r"no store at 'nosuch://x'"):
+    with raises(SpecError, "nosuch://x", "fsspec"):
         PrefixStore("nosuch://x", local=tmp_path)
-    with pytest.raises(SpecError, match="are of remote stores; .* is a folder"):
+    with raises(SpecError, "local", tmp_path, "remote"):
         PrefixStore(tmp_path, local=tmp_path)
-    with pytest.raises(SpecError, match="options .*anon.* are of remote stores"):
+    with raises(SpecError, "'anon'", tmp_path, "remote"):
         PrefixStore(tmp_path, anon=True)
 
 
@@ -190,7 +191,7 @@ def test_an_s3_server_keeps_prefixes_and_damage_there_is_found_and_replaced(buck
     data = bytearray(remote.fs.cat_file(path))
     data[-1] ^= 1
     remote.fs.pipe_file(path, bytes(data))
-    with pytest.warns(UserWarning, match="damaged"):
+    with warns(UserWarning, "damaged"):
         assert load(machine(url, tmp_path, "c", **options))[0] < 400
     assert load(machine(url, tmp_path, "d", **options))[0] == 324
     a.put(donor, IDS)

@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 import run_files
 import torch
+from messages import raises
 from typer.testing import CliRunner
 
 from kvbits.errors import DataError
@@ -150,26 +151,26 @@ def test_the_command_reports_every_stage_and_kernel(tiny, tmp_path):
     if not torch.cuda.is_available():
         assert found["device"] is None and "no NVIDIA GPU" in found["gpu_missing"]
         text = CliRunner().invoke(app, ["paper", "--from", str(tmp_path / "r.json")]).stdout
-        assert "No GPU kernels were measured: torch sees no NVIDIA GPU" in text and "cpu_column_outer" in text
+        assert "no NVIDIA GPU" in text and "cpu_column_outer" in text
 
 
 @needs_cpu
 def test_a_wrong_kernel_has_no_speed(tiny, monkeypatch):
     good = cpu.quantize
     monkeypatch.setattr(cpu, "quantize", lambda *a, **k: good(*a, **k) + 1)
-    with pytest.raises(study.KernelError, match="differs from the reference"):
+    with raises(study.KernelError, "CPU kernel", "reference"):
         study.run(["a"])
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, parts",
     [
-        ({"cases": ["nothing"]}, "unknown case 'nothing'; known: small"),
-        ({"cases": ["small"], "cpu_rows": 0}, "at least one row"),
+        ({"cases": ["nothing"]}, ("'nothing'", "small")),
+        ({"cases": ["small"], "cpu_rows": 0}, ("cpu_rows=0", "one row")),
     ],
 )
-def test_bad_input_is_named(options, message):
-    with pytest.raises(DataError, match=message):
+def test_bad_input_is_named(options, parts):
+    with raises(DataError, *parts):
         study.run(**options)
 
 
@@ -231,9 +232,9 @@ def test_help_loads_no_torch():
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--from", "folder"], "--from folder: [Errno 21] Is a directory: 'folder'; give a file that"),
-        (["--out", "folder"], "--out folder is a directory"),
-        (["--figures", "file/x"], "--figures file/x: file is a file"),
+        (["--from", "folder"], "--from folder"),
+        (["--out", "folder"], "--out folder"),
+        (["--figures", "file/x"], "--figures file/x"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(options, says, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from messages import raises
 
 from kvbits.errors import DataError, SpecError
 from studies.int8_paper import cpu, reference
@@ -67,17 +68,17 @@ def test_no_rows():
 
 def test_bad_input_is_refused():
     x = matrix(8, 64)
-    with pytest.raises(DataError, match=r"x must be torch.float32 \[rows, columns\]"):
+    with raises(DataError, "torch.float32", "[rows, columns]", "torch.float64"):
         cpu.compute_scales(x.double())
-    with pytest.raises(DataError, match=r"scales must be torch.float32 \[64\]"):
+    with raises(DataError, "scales", "torch.float32", "[64]", "[63]"):
         cpu.quantize(x, torch.ones(63))
-    with pytest.raises(DataError, match=r"out must be torch.int8 \[8, 64\]"):
+    with raises(DataError, "out", "torch.int8", "[8, 64]", "[8, 63]"):
         cpu.quantize(x, torch.ones(64), out=torch.empty(8, 63, dtype=torch.int8))
-    with pytest.raises(DataError, match="out must be contiguous"):
+    with raises(DataError, "out", "contiguous", "(1, 8)"):
         cpu.quantize(x, torch.ones(64), out=torch.empty(64, 8, dtype=torch.int8).T)
-    with pytest.raises(SpecError, match="unknown kernel 'slow'; known: fast, column_outer, row_order"):
+    with raises(SpecError, "'slow'", "fast", "column_outer", "row_order"):
         cpu.compute_scales(x, kernel="slow")
-    with pytest.raises(SpecError, match="multiple of 16"):
+    with raises(SpecError, "groups of 24", "multiple of 16"):
         cpu.quantize_groups(x, 24)
 
 
@@ -90,9 +91,7 @@ def test_matrices_without_columns(rows):
         calls.append(lambda kernel=kernel: cpu.quantize(x, none, kernel=kernel))
         calls.append(lambda kernel=kernel: cpu.dequantize(x.to(torch.int8), none, kernel=kernel))
     for call in calls:
-        with pytest.raises(
-            DataError, match=rf"is \[{rows}, 0\]: a matrix without columns has no scales; give it at least 1 column"
-        ):
+        with raises(DataError, f"[{rows}, 0]", "1 column"):
             call()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import raises
 
 from kvbits.errors import DataError, SpecError
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
@@ -90,23 +91,23 @@ def test_groups_same_as_reference(bits, rows, columns, size, dtype):
     codes, scales = cuda.quantize_groups(x.cuda(), size, bits)
     want_codes, want_scales = reference.quantize_groups(x.float(), size, bits)
     assert torch.equal(scales.cpu(), want_scales) and torch.equal(codes.cpu(), want_codes)
-    with pytest.raises(SpecError, match="multiple of 16"):
+    with raises(SpecError, "groups of 24", "multiple of 16"):
         cuda.quantize_groups(x.cuda(), 24, bits)
 
 
 @needs_gpu
 def test_wrong_calls_are_refused():
     x = torch.zeros(4, 4, device="cuda")
-    with pytest.raises(DataError, match="contiguous"):
+    with raises(DataError, "torch.float32", "contiguous"):
         cuda.quantize(x.t()[:, :2], torch.ones(2, device="cuda"))
-    with pytest.raises(SpecError, match="known"):
+    with raises(SpecError, "'magic'", "fast"):
         cuda.quantize(x, torch.ones(4, device="cuda"), kernel="magic")
-    with pytest.raises(SpecError, match="as printed"):
+    with raises(SpecError, "quantize_naive", "kernel='fast'", 524288):
         cuda.quantize(torch.zeros(65_536 * 8, 1, device="cuda"), torch.ones(1, device="cuda"), kernel="naive")
 
 
 def test_refusals_need_no_gpu():
-    assert "not on an NVIDIA GPU" in cuda.refuses(torch.zeros(1, 1))
+    assert "NVIDIA GPU" in cuda.refuses(torch.zeros(1, 1))
 
 
 @pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
