@@ -7,10 +7,11 @@ bits against 8-bit codes and 8 bits against fewer, so that rounding them stays f
 relative L2 noise 1e-4 and 2e-2. Raw and FP8 pages are computed in fp32.
 
 On processors with AMX chunks are products of tiles (csrc/families/tiles.h): keys, values, queries and weights are one
-bfloat16 number where a format has few bits, and the sum of two elsewhere: relative L2 noise 6e-3 and 1e-5.
+bfloat16 number where a format has few bits, and the sum of two elsewhere: relative L2 noise 6e-3 and 1e-5. Where queries
+are bfloat16, to which results are rounded, one number may serve every format, if that is faster.
 
 A plan whose calls can be served in several ways takes the fastest, as measured on the machine (autotune.py): chunks by
-the tier's kernels or unpacked for torch's attention, decoding by AVX-512 or in tiles.
+the tier's kernels, also of one term in tiles, or unpacked for torch's attention, decoding by AVX-512 or in tiles.
 """
 
 from __future__ import annotations
@@ -105,13 +106,15 @@ def ways(layouts: Sequence[PageLayout], **options: Any) -> dict[str, Callable[[]
     """Return the plans that serve such calls, by name. The first is the one for a machine that is not measured."""
     rows = options["num_queries"] * options["num_q_heads"] // layouts[0].num_kv_heads
     found: dict[str, Callable[[], BackendPlan]] = {"kernels": functools.partial(Plan, layouts, **options)}
+    rounded = _may_round(layouts, options["dtype"])
     if rows >= MIN_UNPACKED_ROWS and not _refuses_unpacking(layouts, options):
-        for dtype in (torch.float32, torch.bfloat16):
-            if dtype == torch.float32 or _keeps_precision(layouts, options["dtype"]):
-                name = f"unpacked to {str(dtype).removeprefix('torch.')}"
-                found[name] = functools.partial(_unpacked, layouts, dtype, **options)
+        for dtype in (torch.float32, torch.bfloat16) if rounded else (torch.float32,):
+            name = f"unpacked to {str(dtype).removeprefix('torch.')}"
+            found[name] = functools.partial(_unpacked, layouts, dtype, **options)
     if tier() in TILE_TIERS and MIN_DECODED_ROWS <= rows <= MAX_DECODED_ROWS:
         found["tiles"] = functools.partial(Plan, layouts, min_tile_rows=MIN_DECODED_ROWS, **options)
+    if tier() in TILE_TIERS and rows > MAX_DECODED_ROWS and rounded and not _has_few_bits(layouts):
+        found["one term"] = functools.partial(Plan, layouts, one_term=True, **options)
     return found
 
 
@@ -121,11 +124,16 @@ def _refuses_unpacking(layouts: Sequence[PageLayout], options: Mapping[str, Any]
     return not options["past_only"] or windowed or any(x.head_dim != x.value_head_dim for x in layouts)
 
 
-def _keeps_precision(layouts: Sequence[PageLayout], queries: torch.dtype) -> bool:
-    """Return whether rounding to bfloat16 is far below the error of the formats."""
+def _may_round(layouts: Sequence[PageLayout], queries: torch.dtype) -> bool:
+    """Return whether keys and values may be rounded to bfloat16, as results are, and raw ones are already."""
+    raw = [x.raw_dtype for x in layouts if x.key.is_raw or x.value.is_raw]
+    return queries == torch.bfloat16 and all(dtype == "bfloat16" for dtype in raw)
+
+
+def _has_few_bits(layouts: Sequence[PageLayout]) -> bool:
+    """Return whether rounding to bfloat16 is far below the error of all formats, so that tiles have one term anyway."""
     specs = [spec for x in layouts if not x.is_raw for spec in (x.key, x.value)]
-    few_bits = all(not spec.is_raw and spec.mean_bits <= FEW_BITS for spec in specs)
-    return queries == torch.bfloat16 and bool(specs) and few_bits
+    return bool(specs) and all(not spec.is_raw and spec.mean_bits <= FEW_BITS for spec in specs)
 
 
 def _unpacked(layouts: Sequence[PageLayout], rows: torch.dtype, **options: Any) -> LongQueries:
@@ -146,9 +154,12 @@ class Plan(HostPlan):
 
     Args:
         min_tile_rows: query rows of a kv head from which a tier that has tiles takes them; 0 for its own limit.
+        one_term: whether tiles round every number to bfloat16; otherwise those of 8 and 16 bits are sums of two.
     """
 
-    def __init__(self, layouts: Sequence[PageLayout], min_tile_rows: int = 0, **options: Any) -> None:
+    def __init__(
+        self, layouts: Sequence[PageLayout], min_tile_rows: int = 0, one_term: bool = False, **options: Any
+    ) -> None:
         super().__init__(layouts, **options)
         o, first = options, self.layouts[0]
         self._struct = AttendStruct(  # of the run under way; what is given here stays
@@ -160,6 +171,7 @@ class Plan(HostPlan):
             value_head_dim=first.value_head_dim,
             q_dtype=TORCH_NUMBERS[o["dtype"]],
             min_tile_rows=min_tile_rows,
+            one_term=one_term,
             scaling=o["scaling"],
             softcap=o["softcap"] or 0.0,
             sliding_window=o["sliding_window"] or 0,

@@ -103,6 +103,7 @@ class AttendStruct(Structure):
         ("q_dtype", c_int32),
         ("num_threads", c_int32),
         ("min_tile_rows", c_int32),
+        ("one_term", c_int32),
         ("q", c_void_p),
         ("q_stride", c_int64 * 3),
         ("q_positions", c_void_p),

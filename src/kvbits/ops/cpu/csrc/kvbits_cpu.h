@@ -79,6 +79,7 @@ typedef struct {
   int32_t q_dtype;
   int32_t num_threads;
   int32_t min_tile_rows;       // of a kv head, from which a tier that has tiles takes them; 0: 32
+  int32_t one_term;            // in tiles: numbers are rounded to one bfloat16 term; 0: as many as a format is precise
   const void* q;               // [batch, num_tokens, num_heads, head_dim], last dim dense
   int64_t q_stride[3];         // elements
   const int64_t* q_positions;  // [batch, num_tokens]; negative: a padding row (output 0, lse -inf)

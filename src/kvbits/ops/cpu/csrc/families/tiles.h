@@ -24,6 +24,7 @@ struct TilePart {
   int kv_head, tiles;
   Tensor key, value;
   int key_terms, value_terms, query_terms;
+  bool one_term;
   int key_groups;  // of scales that are left to scores
   bool key_biases, value_biases;
   int64_t frame;  // whose queries are in `in_basis`; -1 for none
@@ -42,9 +43,9 @@ static void decode_block(const TilePart& p, const PageView& at, int64_t start, i
   uint16_t* keys = w.keys + w.slices * slice_numbers(p.key.head_dim);
   uint16_t* values = w.values + w.slices * slice_numbers(p.value.head_dim);
   if (p.key.t->bands) klt_keys_to_tiles(*p.key.t, p.klt.pieces, b, p.key.head_dim, at, token, n, keys);
-  else plain_keys_to_tiles(p.key, b, at, token, n, p.key_biases, p.key_groups, keys);
+  else plain_keys_to_tiles(p.key, b, at, token, n, p.key_biases, p.key_groups, p.key_terms, keys);
   if (p.value.trellis) any_klt_values_to_tiles(p.value, b, at, page_size, token, n, values);
-  else plain_values_to_tiles(p.value, b, at, page_size, token, n, p.value_biases, values);
+  else plain_values_to_tiles(p.value, b, at, page_size, token, n, p.value_biases, p.value_terms, values);
   for (int i = 0; i < n; i += TILE_DEPTH) {
     for (int g = 0; g < p.key_groups; g++)
       __builtin_memcpy(w.k_scales[g] + w.slices * TILE_DEPTH, b.k_scale[g] + i, TILE_DEPTH * sizeof(float));
@@ -58,7 +59,7 @@ static void decode_block(const TilePart& p, const PageView& at, int64_t start, i
 }
 
 // Terms of probabilities.
-static int weight_terms(const TilePart& p) { return p.value.raw || p.value_terms > 1 ? 2 : 1; }
+static int weight_terms(const TilePart& p) { return !p.one_term && (p.value.raw || p.value_terms > 1) ? 2 : 1; }
 
 // What rows see of a block. False when no row sees any.
 static bool see_block(const TilePart& p, const QueryTile& tile, int first_slice, int steps, ScoreRules& rules) {
@@ -284,7 +285,8 @@ static void attend_item_in_tiles(const AttendPlan* plan, const AttendItem* item,
     const Tensor value = store.value.bands ? describe_trellis_values(store.value, call.value_head_dim, 0)
                                            : describe(store.value, call.value_head_dim, 0);
     const int key_groups = scaled_groups(key);
-    const int key_terms = terms_of(key, key_groups);
+    const bool one_term = call.one_term;
+    const int key_terms = terms_of(key, key_groups, one_term);
     const bool few_bits = key_terms == 1 && !key_groups && !key.raw;
     TilePart part = {call,
                      pages,
@@ -295,8 +297,9 @@ static void attend_item_in_tiles(const AttendPlan* plan, const AttendItem* item,
                      key,
                      value,
                      key_terms,
-                     terms_of(value, 0),
+                     terms_of(value, 0, one_term),
                      call.q_dtype == BFLOAT16 || few_bits ? 1 : 2,
+                     one_term,
                      key_groups,
                      false,
                      false,

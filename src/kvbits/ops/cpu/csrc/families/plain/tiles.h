@@ -14,11 +14,15 @@ static int scaled_groups(const Tensor& t) {
   return alone && t.group_channels % TILE_DEPTH == 0 && t.groups <= SCALED_GROUPS ? t.groups : 0;
 }
 
-// How many terms keep a format's precision: one where its own error is far above 2^-9.
-static int terms_of(const Tensor& t, int groups) {
+// How many terms keep a format's precision: one where its own error is far above 2^-9, or where `one_term` is enough.
+static int terms_of(const Tensor& t, int groups, bool one_term) {
   if (t.raw) return t.t->raw_dtype == BFLOAT16 ? 1 : 2;
-  return groups || t.trellis || is_trellis(t.format) || (t.integer && !is_wide(t.format)) ? 1 : 2;
+  const bool few_bits = t.trellis || is_trellis(t.format) || (t.integer && !is_wide(t.format));
+  return groups || few_bits || one_term ? 1 : 2;
 }
+
+// Terms of codes with their scales.
+constexpr int most_terms(int format) { return is_wide(format) || !is_int(format) ? 2 : 1; }
 
 // Where the slices have a channel's step of token tile i.
 INLINE int64_t key_tile(int channel, int i, int d) {
@@ -26,10 +30,9 @@ INLINE int64_t key_tile(int channel, int i, int d) {
 }
 
 // Keys of a block, to its slices. LEVELS: without their scales and means.
-template <int FMT, bool LEVELS = false>
+template <int FMT, int N_TERMS, bool LEVELS = false>
 static void key_codes_to_tiles(const Tensor& t, const Block& b, const PageView& at, int token, int n, bool biases,
                                uint16_t* to) {
-  constexpr int N_TERMS = !LEVELS && (is_wide(FMT) || !is_int(FMT)) ? 2 : 1;
   const int64_t apart = panel_numbers(t.head_dim);
   const int tiles = (n + TILE - 1) / TILE;
   for (int c = 0; c < t.head_dim; c += 4) {
@@ -50,7 +53,7 @@ static void key_codes_to_tiles(const Tensor& t, const Block& b, const PageView& 
 #pragma GCC unroll 4
       for (int k = 0; k < 4; k++) {
         if constexpr (LEVELS) {
-          store_pairs<1>(rows + k * TILE_DEPTH, 0, code_number<FMT>(x, k) - code_zero<FMT>(),
+          store_pairs<N_TERMS>(rows + k * TILE_DEPTH, apart, code_number<FMT>(x, k) - code_zero<FMT>(),
                          code_number<FMT>(y, k) - code_zero<FMT>());
           continue;
         }
@@ -89,10 +92,9 @@ INLINE int64_t value_row(int token, int j, int column_tiles) {
 }
 
 // Values of a block, to its slices.
-template <int FMT>
+template <int FMT, int N_TERMS>
 static void value_codes_to_tiles(const Tensor& t, const Block& b, const PageView& at, int page_size, int token, int n,
                                  bool biases, uint16_t* to) {
-  constexpr int N_TERMS = is_wide(FMT) || !is_int(FMT) ? 2 : 1;
   const int64_t apart = panel_numbers(t.head_dim);
   const int column_tiles = t.head_dim / TILE_COLUMNS, quads = n > TILE_DEPTH ? 16 : 8;
   for (int j = 0; j < column_tiles; j++) {
@@ -180,15 +182,17 @@ constexpr RowsToTiles raw_values_to_tiles[] = {value_rows_to_tiles<0>, value_row
 static_assert(NUM_RAW_DTYPES == 3, "rows of every dtype have a function");
 
 static void plain_keys_to_tiles(const Tensor& t, const Block& b, const PageView& at, int token, int n, bool biases,
-                                bool levels, uint16_t* to) {
+                                bool levels, int terms, uint16_t* to) {
   if (t.raw) {
     const int64_t row = (int64_t)t.head_dim * dtype_bytes(t.t->raw_dtype);
     return raw_keys_to_tiles[t.t->raw_dtype](at.page + t.t->plane_offset[0] + token * row, t.head_dim, n, at.ahead, to);
   }
-  if (levels) return key_codes_to_tiles<FORMAT_INT8, true>(t, b, at, token, n, false, to);
+  if (levels) return key_codes_to_tiles<FORMAT_INT8, 1, true>(t, b, at, token, n, false, to);
   switch (t.format) {
-#define OF_FORMAT(f) \
-  case f: return key_codes_to_tiles<f>(t, b, at, token, n, biases, to);
+#define OF_FORMAT(f)                                                               \
+  case f:                                                                          \
+    return terms == 1 ? key_codes_to_tiles<f, 1>(t, b, at, token, n, biases, to) \
+                      : key_codes_to_tiles<f, most_terms(f)>(t, b, at, token, n, biases, to);
     OF_FORMAT(FORMAT_INT8)
     OF_FORMAT(FORMAT_INT4) OF_FORMAT(FORMAT_INT3) OF_FORMAT(FORMAT_INT2) OF_FORMAT(FORMAT_FP8_E4M3)
         OF_FORMAT(FORMAT_FP8_E5M2)
@@ -197,15 +201,17 @@ static void plain_keys_to_tiles(const Tensor& t, const Block& b, const PageView&
 }
 
 static void plain_values_to_tiles(const Tensor& t, const Block& b, const PageView& at, int page_size, int token, int n,
-                                  bool biases, uint16_t* to) {
+                                  bool biases, int terms, uint16_t* to) {
   if (t.raw) {
     const int64_t row = (int64_t)t.head_dim * dtype_bytes(t.t->raw_dtype);
     return raw_values_to_tiles[t.t->raw_dtype](at.page + t.t->plane_offset[0] + token * row, t.head_dim, n, at.ahead,
                                                to);
   }
   switch (t.format) {
-#define OF_FORMAT(f) \
-  case f: return value_codes_to_tiles<f>(t, b, at, page_size, token, n, biases, to);
+#define OF_FORMAT(f)                                                                            \
+  case f:                                                                                       \
+    return terms == 1 ? value_codes_to_tiles<f, 1>(t, b, at, page_size, token, n, biases, to) \
+                      : value_codes_to_tiles<f, most_terms(f)>(t, b, at, page_size, token, n, biases, to);
     OF_FORMAT(FORMAT_INT8)
     OF_FORMAT(FORMAT_INT4) OF_FORMAT(FORMAT_INT3) OF_FORMAT(FORMAT_INT2) OF_FORMAT(FORMAT_FP8_E4M3)
         OF_FORMAT(FORMAT_FP8_E5M2)
