@@ -7,8 +7,8 @@ bits against 8-bit codes and 8 bits against fewer, so that rounding them stays f
 relative L2 noise 1e-4 and 2e-2. Raw and FP8 pages are computed in fp32.
 
 On processors with AMX chunks are products of tiles (csrc/families/tiles.h): keys, values, queries and weights are one
-bfloat16 number where a format has few bits, and the sum of two elsewhere: relative L2 noise 6e-3 and 1e-5. With bfloat16
-queries, where results are rounded to bfloat16, one number serves every format if that is faster.
+bfloat16 number where a format has few bits, and the sum of two elsewhere: relative L2 noise 6e-3 and 1e-5. Results of
+bfloat16 queries are rounded to bfloat16, so there one number serves every format if that is faster.
 
 A plan whose calls can be served in several ways takes the fastest, as measured on the machine (autotune.py): chunks by
 the tier's kernels, with one term or two in tiles, or unpacked for torch's attention; decoding by AVX-512 or in tiles.
