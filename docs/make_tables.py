@@ -703,22 +703,17 @@ def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any
 
 
 def page_results(benchmarks: Path) -> Results:
-    """What the page of the committed results shows: the README's windows of 1,024 tokens in float32, whose rounding
-    hides nothing, and what layers alone lose.
-
-    Models that were measured in 16 bits only are in the README's table, not on the page.
+    """What the page of the committed results shows: the README's models and windows of `HELD_AT` tokens, the largest
+    model first, and what layers alone lose.
     """
-    at_short = {
-        f"{m.name}-{m.facts['dtype']}": m
-        for m in _finest(_models_in(benchmarks, SHORT))
-        if m.facts["dtype"] == "float32"
-    }
+    largest_first = sorted(_finest(_models_in(benchmarks, LONG)), key=lambda m: m.facts["parameters"], reverse=True)
+    at_length = {f"{m.name}-{m.facts['dtype']}": m for m in largest_first}
     by_layer = {
         key: Model(m.name, m.facts, {"attention": m.tasks["attention"]})
         for key, m in collect(benchmarks / "eval").models.items()
         if "attention" in m.tasks
     }
-    return Results(at_short | by_layer)
+    return Results(at_length | by_layer)
 
 
 def beside(results: Results, benchmarks: Path) -> Beside:

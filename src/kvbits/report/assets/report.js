@@ -70,7 +70,7 @@
       options: {
         animation: false, maintainAspectRatio: false, layout: { padding: { right: 24, top: 24 } },
         scales: {
-          x: axis("bits per cached number", { min: 2, max: 17 }),
+          x: axis("bits per cached number", { min: 2, max: 1 + Math.ceil(Math.max(...points.map((p) => p.bits))) }),
           y: axis("KL of the worst model, nats (log)", { type: "logarithmic", ticks: { color: css("--soft"), callback: (v) => decade(v) ? v : null } }),
         },
         plugins: {
