@@ -177,6 +177,8 @@ def test_ctrl_c_says_what_is_kept_and_leaves_soon(options):
         ("eval folder --out o --device nope", "'nope' cuda"),
         ("eval folder --out o --device cuda:99", "'cuda:99'"),
         ("bench --heads 8/2/63 --out b.json", "head_dim=63 8"),
+        ("bench --device nope --out b.json", "'nope' cuda"),
+        ("bench --device cuda:99 --out b.json", "'cuda:99'"),
         ("bench --heads 8/3/64 --out b.json", "--heads '8/3/64' 32/8/128"),
         ("check folder --scheme int8,int4", "--scheme 'int8,int4' one"),
         ("check folder --scheme int8 --scheme int4", "--scheme 2"),

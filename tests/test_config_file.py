@@ -5,6 +5,7 @@ is run.
 from __future__ import annotations
 
 import json
+import struct
 
 import pytest
 from commands import error
@@ -97,6 +98,9 @@ def test_what_is_no_configuration_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SpecError, match="cannot read the configuration of"):
         read_config(tmp_path)
+    (tmp_path / "cut.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 1, 5) + b"cut")
+    with pytest.raises(SpecError, match=r"cut\.gguf.*download it again"):
+        read_config(tmp_path / "cut.gguf")
     write(tmp_path, a=1)
     with pytest.raises(SpecError, match="no model_type"):
         read_config(tmp_path)

@@ -53,7 +53,7 @@ def test_tokens_that_cannot_be_are_refused(text):
 
 def test_tokens_below_a_least_are_refused():
     assert parse_tokens("2", least=2) == 2
-    with pytest.raises(SpecError, match="'1': at least 2 is needed"):
+    with pytest.raises(SpecError, match="'1' is less than 2"):
         parse_tokens("1", least=2)
 
 

@@ -147,11 +147,7 @@ def test_bars_move_with_what_is_dragged(tmp_path, options, background):
     dom = browse(path, tmp_path / "profile", *options)
     assert "data-failed" not in dom
     *answers, unread, short = html.unescape(re.search(r'data-said="([^"]*)"', dom).group(1)).split("|")
-    assert (
-        len(set(answers)) == len(answers)
-        and "users of 4,096 tokens instead of" in answers[0]
-        and answers[2].startswith("klt2: ")
-    )
+    assert len(set(answers)) == len(answers) and "users of 4,096 tokens" in answers[0] and "klt2" in answers[2]
     assert "not mamba; run `kvbits plan config.json --html page.html`" in unread and "states no hidden_size" in short
     look = re.search(r'data-look="([^"]*)"', dom).group(1)
     assert background in look and int(look.split()[-1]) >= len(SCHEMES) and int(look.split()[0]) <= 800

@@ -184,11 +184,7 @@ def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
         eight.startswith(f"**About 8 bits: `{schemes.RECOMMENDED}`**")
         and not schemes.PRESETS[schemes.RECOMMENDED].needs_calibration
     )
-    assert (
-        four.startswith("**4 to 5 bits: `kivi4`**")
-        and "`nuq4-1%`" in four
-        and "kvbits calibrate" in four
-    )
+    assert four.startswith("**4 to 5 bits: `kivi4`**") and "`nuq4-1%`" in four and "kvbits calibrate" in four
     assert three.startswith("**Under 4 bits: `nuq3-1%`**"), "kivi2 is not usable, so that it does not come first"
 
 
