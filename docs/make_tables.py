@@ -194,8 +194,8 @@ def preset_table(benchmarks: Path) -> str:
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
         notes.append(
             f"On one thread of a CPU with {cpu.instructions}, {_listed([f'`{n}`' for n in TAKEN if n in cpu.cells])}"
-            f" generate {min(ratios):.2f} to {max(ratios):.2f} times the tokens a second of Transformers' own cache. The"
-            f" benchmark ran {cpu.where}."
+            f" generate {min(ratios):.2f} to {max(ratios):.2f} times the tokens a second of Transformers' own cache."
+            f" The benchmark ran {cpu.where}."
         )
         made += [run for name in TAKEN for run in cpu.runs.get(name, [])]
     notes.append(f"Runs: {dated(made)}.")
