@@ -354,7 +354,7 @@ def test_a_card_holds_weights_reserve_and_users():
     text = text_of(f"{card} --gpus 2 --reserve 10%")
     assert "80.00 GB - 8.00 GB of weights (--weights) - 8.00 GB reserve = 64.00 GB" in text and "each GPU" in text
     few = f"{LLAMA} --gpu-memory 20GB --weights 16GB --context 64k --scheme bf16,kivi2"
-    assert run_json(few)["rows"][0]["max_batch"] == 0 and "not one user fits" in text_of(few)
+    assert run_json(few)["rows"][0]["max_batch"] == 0 and "user fits in 16 bits" in text_of(few)
     assert run_json(f"{PLAN} --ram 16GB --weights 1GB --reserve 2GB")["memory_bytes"] == 13 * gb
 
 
@@ -532,7 +532,7 @@ def test_the_readme_s_bits_are_those_of_a_cache_of_8192_tokens():
     layers = (LayerGeometry(num_kv_heads=1, head_dim=128),)
     sizes = {name: CacheSpec(scheme=schemes.get(name), layers=layers).nbytes(8192) for name in stated}
     held = {name: f"{8 * n / (2 * 8192 * 128):.1f}" for name, n in sizes.items()}
-    assert "at 8,192 tokens in heads of 128 channels" in readme and stated and held == stated
+    assert {"8,192 tokens", "128 channels"} <= set(re.findall(r"[\d,]+ (?:tokens|channels)", readme)) and held == stated != {}
 
 
 # -- info -----------------------------------------------------------------------------------------------------------
