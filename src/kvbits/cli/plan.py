@@ -335,7 +335,7 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
                 f"Each user's first {COPIED} and newest {_newest(calibrated)} tokens have copies in 16 bits"
                 f"{_finer(calibrated)}. Copies take at most {COPIES_SHARE:.0%} of the memory"
                 + (f", enough for this many users: {', '.join(few)}." if few else ".")
-                + " Attention reads other users packed."
+                + " For other users, attention reads packed pages."
             )
     if room.memory_from is not None:
         notes.append(f"--gpu-memory: {room.memory_from}.")
