@@ -532,7 +532,9 @@ def test_the_readme_s_bits_are_those_of_a_cache_of_8192_tokens():
     layers = (LayerGeometry(num_kv_heads=1, head_dim=128),)
     sizes = {name: CacheSpec(scheme=schemes.get(name), layers=layers).nbytes(8192) for name in stated}
     held = {name: f"{8 * n / (2 * 8192 * 128):.1f}" for name, n in sizes.items()}
-    assert {"8,192 tokens", "128 channels"} <= set(re.findall(r"[\d,]+ (?:tokens|channels)", readme)) and held == stated != {}
+    assert {"8,192 tokens", "128 channels"} <= set(
+        re.findall(r"[\d,]+ (?:tokens|channels)", readme)
+    ) and held == stated != {}
 
 
 # -- info -----------------------------------------------------------------------------------------------------------

@@ -59,9 +59,9 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
                 "Scatter plot: bits per cached number against accuracy, kvbits schemes and Transformers' own quantized"
                 " caches",
             )
-            + '<p class="note">Lower left is better: fewer bits, nearer to the 16-bit cache. Bits held count scales and raw'
-            ' tokens.</p><p class="note" id="pareto-note"></p>' + '<details><summary>all figures</summary><div class="wide"><table'
-            ' id="pareto-table"></table></div></details>',
+            + '<p class="note">Lower left is better: fewer bits, nearer to the 16-bit cache. Bits held count scales and'
+            ' raw tokens.</p><p class="note" id="pareto-note"></p><details><summary>all figures</summary>'
+            '<div class="wide"><table id="pareto-table"></table></div></details>',
             "pareto-section",
         ),
         _section(
