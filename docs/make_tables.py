@@ -69,7 +69,7 @@ SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 """Presets of `length_table`: lossless, then by bits."""
 TAKEN = {
     "int8_centered": "always, at first",
-    "kivi4": "8 bits do not fit; no calibration",
+    "kivi4": "8 bits do not fit; needs no calibration",
     "klt4": "8 bits do not fit",
     "klt3": "4 bits do not fit; check first",
     "klt2": "3 bits do not fit; check first",
@@ -133,7 +133,7 @@ def numbers(benchmarks: Path) -> str:
     parts = (
         f"**{16 / _held(HEADLINE):.1f} times** the tokens in the same memory",
         f"**{faster:.1f} times** the speed of attention",
-        f"**{_kl(worst)}** nats of KL",
+        f"**{_kl(worst)}** nats of KL divergence",
     )
     where = (
         f"All three compare the preset `{HEADLINE}`, {_held(HEADLINE):.1f} bits a number, with 16 bits at"
@@ -172,30 +172,30 @@ def preset_table(benchmarks: Path) -> str:
         faster = f"{min(ratios):.1f}-{max(ratios):.1f}x" if ratios else UNMEASURED
         rows.append([f"`{name}`", when, f"{_held(name):.1f}", _kl(_worst(found)) if found else UNMEASURED, faster])
     notes = [
-        f"**Bits** are what one number takes at {HELD_AT:,} tokens in heads of {HEAD_DIM} channels, with scales and"
-        " the newest tokens, which stay in 16 bits.",
-        "**Worst KL** is how far predictions lie from the 16-bit cache's, in nats, on the worst model."
-        f" {_judged(judged)} [Each model](docs/results/evaluation.md) has its own figures.",
+        f"**Bits** are the size of one cached number, on average over {HELD_AT:,} tokens in heads of {HEAD_DIM}"
+        " channels. Scales count, and so do the newest tokens, which stay in 16 bits.",
+        "**Worst KL** is the KL divergence of predictions from the 16-bit cache's, in nats, on the worst model."
+        f" {_judged(judged)} [Evaluation](docs/results/evaluation.md) lists every model.",
     ]
     if timed:
         rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in timed))
         shapes = len({r["shape"] for r in timed})
         cards = _listed(list(dict.fromkeys(card_of(known[r["run"]]) for r in timed)))
         notes.append(
-            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) on one {cards}:"
-            f" the worst and the best of {shapes} shapes. The speed at the top of this page has 32 sequences of"
-            f" {HELD_AT:,} tokens."
+            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) on one {cards}."
+            f" The range is the worst and the best of {shapes} shapes. The speed at the top of this page is for 32"
+            f" sequences of {HELD_AT:,} tokens."
         )
     if between:
         notes.append(
-            "In a model, matrix products run between launches. The worst shape then runs at"
-            f" {_listed([f'{x:.2f} (`{name}`)' for name, x in between.items()])} times that kernel's speed."
+            "Inside a model, matrix products run between attention kernels. The worst shape then has"
+            f" {_listed([f'{x:.2f} (`{name}`)' for name, x in between.items()])} times the 16-bit kernel's speed."
         )
     if cpu and (ratios := [float(cpu.cells[name].removesuffix("x")) for name in TAKEN if name in cpu.cells]):
         notes.append(
-            f"On a CPU{cpu.instructions}, {_listed([f'`{n}`' for n in TAKEN if n in cpu.cells])} generate"
-            f" at {min(ratios):.2f} to {max(ratios):.2f} times the speed of Transformers' own cache"
-            f" (one thread, {cpu.where})."
+            f"On one thread of a CPU with {cpu.instructions}, {_listed([f'`{n}`' for n in TAKEN if n in cpu.cells])}"
+            f" generate {min(ratios):.2f} to {max(ratios):.2f} times the tokens a second of Transformers' own cache."
+            f" The benchmark ran {cpu.where}."
         )
         made += [run for name in TAKEN for run in cpu.runs.get(name, [])]
     notes.append(f"Runs: {dated(made)}.")
@@ -214,7 +214,7 @@ def _judged(found: dict[str, dict[str, tuple[Model, Cell]]]) -> str:
         dtypes = dict.fromkeys(m.facts["dtype"] for m, _ in by_model.values())
         groups.setdefault((len(by_model), " or ".join(sorted(dtypes))), []).append(f"`{name}`")
     return " ".join(
-        f"{_listed(names)} ran on {counted(count, 'model')} in {dtypes}"
+        f"{'Every preset' if len(names) == len(found) else _listed(names)} ran on {counted(count, 'model')} in {dtypes}"
         f"{', whose rounding adds to KL' * ('bfloat16' in dtypes)}."
         for (count, dtypes), names in groups.items()
         if count
@@ -273,7 +273,7 @@ class CpuSpeeds:
     Attributes:
         cells: preset -> "2.25x".
         runs: preset -> runs that its cell is of, the stock cache's among them.
-        instructions: of the machine, ", AVX2" for instance.
+        instructions: instruction set of the machine, "AVX2" for instance.
         where: the model, and the tokens of the prompt.
         note: what was measured on what.
     """
@@ -317,7 +317,7 @@ def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
         f" {stock['tokens_per_s']:.1f} tokens/s in {stock['dtype']}."
     )
     cells = {name: f"{r['ratio_vs_best_16bit']:.2f}x" for name, r in best.items()}
-    return CpuSpeeds(cells, {name: [run] for name in best}, f", {words}", where, note)
+    return CpuSpeeds(cells, {name: [run] for name in best}, words, where, note)
 
 
 def short_table() -> str:
@@ -693,7 +693,7 @@ def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any
         if not any(outdated(name, run) for run in found.runs[name])
     ]
     group = {
-        "title": f"Tokens on a CPU{found.instructions}",
+        "title": f"Tokens on a CPU, {found.instructions}",
         "unit": "times as fast as the stock cache",
         "note": found.note,
         "bars": bars,
@@ -703,22 +703,17 @@ def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any
 
 
 def page_results(benchmarks: Path) -> Results:
-    """Choose the accuracy that the page of the committed results shows: the README's windows of 1,024 tokens in
-    float32, whose rounding hides nothing, and what layers alone lose.
-
-    Models that were measured in 16 bits only are in the README's table, not on the page.
+    """What the page of the committed results shows: the README's models and windows of `HELD_AT` tokens, the largest
+    model first, and what layers alone lose.
     """
-    at_short = {
-        f"{m.name}-{m.facts['dtype']}": m
-        for m in _finest(_models_in(benchmarks, SHORT))
-        if m.facts["dtype"] == "float32"
-    }
+    largest_first = sorted(_finest(_models_in(benchmarks, LONG)), key=lambda m: m.facts["parameters"], reverse=True)
+    at_length = {f"{m.name}-{m.facts['dtype']}": m for m in largest_first}
     by_layer = {
         key: Model(m.name, m.facts, {"attention": m.tasks["attention"]})
         for key, m in collect(benchmarks / "eval").models.items()
         if "attention" in m.tasks
     }
-    return Results(at_short | by_layer)
+    return Results(at_length | by_layer)
 
 
 def beside(results: Results, benchmarks: Path) -> Beside:

@@ -5,6 +5,7 @@ is run.
 from __future__ import annotations
 
 import json
+import struct
 
 import pytest
 from commands import error
@@ -98,6 +99,9 @@ def test_what_is_no_configuration_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with raises(SpecError, tmp_path, "config.json"):
         read_config(tmp_path)
+    (tmp_path / "cut.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 1, 5) + b"cut")
+    with raises(SpecError, "cut.gguf", "download"):
+        read_config(tmp_path / "cut.gguf")
     write(tmp_path, a=1)
     with raises(SpecError, "config.json", "model_type"):
         read_config(tmp_path)

@@ -343,7 +343,9 @@ def read_config(model: str | os.PathLike[str]) -> Any:
     except FileNotFoundError as e:
         raise without_config(path) from e
     except (OSError, ValueError) as e:
-        raise SpecError(f"cannot read the configuration of {str(model)!r}: {file}: {e}") from e
+        raise SpecError(
+            f"cannot read the configuration of {str(model)!r}: {file}: {e}; correct the file or download it again"
+        ) from e
     if not isinstance(stated, dict) or not stated.get("model_type"):
         raise SpecError(f"{file} has no model_type, so it is not a Transformers config.json")
     return Fields(stated)

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import socket
+import struct
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -61,6 +62,8 @@ _OLD_NAMES = {
     "deepseek_sparse_attention": "indexed_attention",
     "qwen_sparse_attention": "indexed_attention",
 }
+_UNREADABLE = (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError, struct.error)
+"""Errors that Transformers raises for a configuration or a GGUF file that it does not read."""
 CROSS = "cross_attention"
 """Layers that attend to an image alone (Llama 3.2 Vision): they keep its keys and values and none of the text."""
 _NOTHING = ("moe", "mlp", CROSS)
@@ -164,17 +167,19 @@ def load_config(model: str | os.PathLike[str]) -> Any:
             return AutoConfig.from_pretrained(**pretrained(path))
     except SpecError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError, StrictDataclassError) as e:
+    except (*_UNREADABLE, StrictDataclassError) as e:
         reason = (str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__).rstrip(".;, ")
         if "trust_remote_code" in str(e):
             raise SpecError(
                 f"{str(model)!r} needs code that it brings along, which kvbits never runs; give a model that"
                 " Transformers knows by itself"
             ) from None
-        raise SpecError(
-            f"cannot read the configuration of {str(model)!r}: {reason}; give a local directory, a config.json, a GGUF"
-            " file or a hub id"
-        ) from None
+        way_out = (
+            "the file is damaged or incomplete, so copy or download it again"
+            if is_gguf(path) and isinstance(e, struct.error | ValueError)
+            else "give a local directory, a config.json, a GGUF file or a hub id"
+        )
+        raise SpecError(f"cannot read the configuration of {str(model)!r}: {reason}; {way_out}") from None
 
 
 def is_gguf(path: Path | str) -> TypeGuard[Path]:

@@ -85,12 +85,12 @@ def gpu_memory(text: str) -> Memory:
     if plain is not None and (size := int(plain[1])) in SIZES:
         name = SIZES[size]
         others = [n for n in CARDS if CARDS[n] != CARDS[name] and CARDS[n][0] == size]
-        more = f"; others by name: {', '.join(others)}" if others else ""
-        exact = f"{size * 1000}MB is {size} x 10**9 bytes, {size}GiB {size} x 2**30"
+        more = f" Name one of the others to count with it: {', '.join(others)}." if others else ""
+        exact = f"For exact bytes, write {size * 1000}MB ({size} x 10**9) or {size}GiB ({size} x 2**30)"
         return Memory(
             CARDS[name][1] * MIB,
-            f"{size}GB is taken as the smallest card of that name, {name}: {_size(name)}, as torch reports it{more};"
-            f" {exact}",
+            f"{size}GB is taken as the smallest card of that size, {name}, with the {_size(name)} that torch reports."
+            f"{more} {exact}",
         )
     try:
         return Memory(parse_bytes(text, "--gpu-memory"))

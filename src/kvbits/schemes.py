@@ -65,7 +65,7 @@ CORE: dict[str, Scheme] = {
             name="raw",
             key=QuantSpec.raw(),
             value=QuantSpec.raw(),
-            description="the model's own 16-bit values on pages: lossless",
+            description="16-bit numbers on pages, as the model computes them: lossless",
         ),
         Scheme(
             name="int8",
@@ -79,7 +79,9 @@ CORE: dict[str, Scheme] = {
             key=dataclasses.replace(_INT8, center="channel"),
             value=_INT8,
             source=_SMOOTH_K,
-            description="int8 with each page's channel means of the keys kept apart: the safe choice, key bias or not",
+            description=(
+                "int8 with the channel means of each page's keys stored apart: for every model, also with a key bias"
+            ),
         ),
         Scheme(
             name="int4",

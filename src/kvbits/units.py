@@ -58,9 +58,12 @@ def parse_tokens(text: str, what: str = "tokens", *, least: int = 1) -> int:
     match, text = _NUMBER.fullmatch(text.strip()), _shown(text)
     unit = None if match is None else _TOKENS.get(match[3].lower())
     if match is None or unit is None or _scaled(match, unit) * 10 ** len(match[2] or "") != int(_digits(match)) * unit:
-        raise SpecError(f"{what} {text!r} is not a number of tokens; write 8192 or 8k (8 x 1,024)")
+        raise SpecError(
+            f"{what} {text!r} is not a number of tokens; write a whole number from {least} on, like 8192 or 8k (8 x"
+            " 1,024)"
+        )
     if (n := _scaled(match, unit)) < least:
-        raise SpecError(f"{what} {text!r}: at least {least} is needed")
+        raise SpecError(f"{what} {text!r} is less than {least}; write a number from {least} on, like 8192 or 8k")
     if n >= _MOST:
         raise SpecError(f"{what} {text!r} are more than any model takes; write 8192 or 8k (8 x 1,024)")
     return n

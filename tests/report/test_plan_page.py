@@ -150,11 +150,7 @@ def test_bars_move_with_what_is_dragged(tmp_path, options, background):
     dom = browse(path, tmp_path / "profile", *options)
     assert "data-failed" not in dom
     *answers, unread, short = html.unescape(re.search(r'data-said="([^"]*)"', dom).group(1)).split("|")
-    assert (
-        len(set(answers)) == len(answers)
-        and mentions(answers[0], "users", "4,096 tokens")
-        and answers[2].startswith("klt2: ")
-    )
+    assert len(set(answers)) == len(answers) and mentions(answers[0], "users", "4,096 tokens") and "klt2" in answers[2]
     assert mentions(unread, "mamba", "kvbits plan config.json --html page.html") and "hidden_size" in short
     look = re.search(r'data-look="([^"]*)"', dom).group(1)
     assert background in look and int(look.split()[-1]) >= len(SCHEMES) and int(look.split()[0]) <= 800

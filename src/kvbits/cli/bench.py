@@ -44,14 +44,15 @@ class Timed(OfSchemes, OnThreads):
 def bench(options: Timed) -> None:
     """Check the attention of each core preset against float64 on this machine, and time it beside torch's.
 
-    The times are of decoding, and of a chunk of a prompt over cached tokens. It runs on a GPU (compute capability 8.0
-    or later), or on the CPU, and takes some minutes, since it compiles kernels first. You can send the file in: it
-    names the processor, the GPU and versions, and nothing else of this machine.
+    The command times decoding, and a chunk of a prompt over cached tokens. It runs on a GPU of compute capability 8.0
+    or later, or on the CPU. The first run compiles kernels, which takes some minutes. You can send the file in: the
+    file names the processor, the GPU and versions, and nothing else of this machine.
     """
     import torch
 
     from .. import runs, schemes
     from ..evaluate import speed
+    from ..integrations.models import check_place
     from ..spec import CacheSpec, LayerGeometry
 
     names = options.schemes or [n for n, s in schemes.CORE.items() if not s.tiers]
@@ -61,6 +62,7 @@ def bench(options: Timed) -> None:
             f"--schemes {', '.join(names)}: presets without tiers are timed here, like {', '.join(schemes.CORE)}"
         )
     target = require_file(options.out, "--out")
+    check_place("auto", options.device)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     place = torch.device(device)
     if place.type not in speed.ROTATE_BYTES:

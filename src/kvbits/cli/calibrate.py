@@ -80,9 +80,10 @@ class Calibrated(OfModel):
 def calibrate(options: Calibrated) -> None:
     """Measure the bases, scales or codebooks that schemes need on a model, and save them with a fingerprint.
 
-    It takes minutes for a small model on a CPU. One file serves all klt presets, in Transformers, vLLM and SGLang, on
-    any number of GPUs. Without --out they find it by themselves. Several schemes share one pass over the text.
-    Codebooks take a backward pass for each window. The same command continues a stopped run (OUT.partial).
+    Calibrating takes minutes for a small model on a CPU. One file serves all klt presets, in Transformers, vLLM and
+    SGLang, on any number of GPUs. Without --out, kvbits keeps the file where all of these find it. Several schemes
+    share one pass over the text. Codebooks take a backward pass for each window. The same command continues a stopped
+    run (OUT.partial).
 
     A cache for a different model, rotary setting or scheme refuses the file and reports what differs.
     """

@@ -143,10 +143,10 @@ def _print(found: Screen, model: str) -> None:
 
 
 _LEGEND = (
-    "Attention of the newest tokens over the scheme's pages beside the same over 16 bits, mean over kv heads; attention"
-    " moved: the share that goes elsewhere.\nBits left: how many bits of the numbers survive in the worst kv head, 1/2"
-    " log2(variance / squared error), 0 where the error is as large as what varies. They have no limit; what is stored"
-    " is {bits:.2f} bits."
+    "Each row compares attention of the newest tokens over the scheme's pages with attention over 16 bits, as the mean"
+    " over kv heads. Attention moved is the share that goes to other tokens.\nBits left are 1/2 log2(variance / squared"
+    " error) in the worst kv head, and 0 if the error is as large as the variance. They have no limit. The scheme"
+    " stores {bits:.2f} bits."
 )
 
 

@@ -220,7 +220,7 @@ def command(name: str | None = None, to: typer.Typer = app) -> Callable[[Callabl
         def invoke(**given: Any) -> None:
             run(made(kind, given))
 
-        invoke.__name__, invoke.__doc__ = run.__name__, run.__doc__
+        invoke.__name__, invoke.__doc__ = run.__name__, _unwrapped(inspect.getdoc(run) or "")
         options = sorted(options_of(kind).values(), key=lambda one: not one[0].metadata["option"].argument)
         parameters = [_parameter(*one) for one in options]
         invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -228,6 +228,11 @@ def command(name: str | None = None, to: typer.Typer = app) -> Callable[[Callabl
         return run
 
     return register
+
+
+def _unwrapped(text: str) -> str:
+    """Join the lines of each paragraph, which the terminal wraps at its own width."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _parameter(field: Field[Any], kind: Any) -> inspect.Parameter:

@@ -25,8 +25,8 @@ class Shown(OfSchemes, OnThreads):
 def demo(options: Shown) -> None:
     """Compare each scheme with the 16-bit cache on one text: memory, accuracy, speed, and generated text.
 
-    Schemes are int8_centered (the recommended one), klt4 and klt2 if none is named. The basis of the last two is
-    calibrated first, on a different part of the text.
+    If you name no scheme, kvbits compares int8_centered (the recommended one), klt4 and klt2. For the last two, kvbits
+    calibrates first, on a different part of the text.
     """
     from ..embedded import NAME
     from ..model_ref import ModelRef

@@ -75,7 +75,7 @@ def fit(options: Fitted) -> None:
     """Spend bits on the keys and values of the layers that need them in this model.
 
     Name a preset (--scheme) to keep its bytes, or two of memory, context and quality to find the third. With all
-    three, kvbits finds the best that fits, and the exit code is 1 if that costs more than --max-kl. On a CPU, dtype
+    three, kvbits finds the best scheme that fits, and the exit code is 1 if its KL is above --max-kl. On a CPU, dtype
     auto is float32.
     """
     ref, out, batch, gpus = options.ref, options.out, options.batch, options.gpus

@@ -299,8 +299,8 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
 
     longest, refused, config = ref.max_context, ref.planned[1], ref.config
     notes = [
-        "GB is 10**9 bytes. bits/element and bytes/token are those of long contexts; the total and bits held count"
-        " whole pages, sinks, raw tail and finer copies of newest tokens."
+        "GB is 10**9 bytes. The columns bits/element and bytes/token are for long contexts. The columns total and bits"
+        " held also count whole pages and the tokens that stay in 16 bits or have finer copies."
     ]
     if found.state_bytes:
         notes.append(
@@ -322,30 +322,31 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
         )
     if found.engine == "vllm":
         notes.append(
-            "As stock vLLM allocates it: whole blocks. It puts unlike layers into groups of one size, which costs more;"
-            " its log says the tokens that fit."
+            "Totals count whole blocks, as vLLM allocates them. vLLM puts unlike layers into groups of one size, which"
+            " takes more memory. vLLM's log has the number of tokens that fit."
         )
         from ..integrations.engine.served import COPIED, COPIES_SHARE, FORMATS
 
         if calibrated := [r.scheme for r in found.rows if r.scheme in FORMATS and FORMATS[r.scheme].calibrated]:
-            notes.append(f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}.")
+            notes.append(_calibrated(calibrated))
         if any(r.copied is not None for r in found.rows) or calibrated:
             few = [f"{r.copied:,} ({r.scheme})" for r in found.rows if r.copied is not None]
             notes.append(
-                f"A user's first {COPIED} and newest {_newest(calibrated)} tokens are also kept raw"
-                f"{_finer(calibrated)}, for as many users as {COPIES_SHARE:.0%} of the memory holds"
-                + (f": {', '.join(few)}. Other users are read packed." if few else "; other users are read packed.")
+                f"Each user's first {COPIED} and newest {_newest(calibrated)} tokens have copies in 16 bits"
+                f"{_finer(calibrated)}. Copies take at most {COPIES_SHARE:.0%} of the memory"
+                + (f", enough for this many users: {', '.join(few)}." if few else ".")
+                + " For other users, attention reads packed pages."
             )
     if room.memory_from is not None:
         notes.append(f"--gpu-memory: {room.memory_from}.")
     if found.cards is not None:
         notes.append(
-            f"reserve: {'the system, activations' if room.in_ram else 'activations, the CUDA context, graphs'},"
-            " fragments; 12 % unless --reserve says otherwise. Quantized weights: --weights."
+            f"The reserve holds {'the system, activations' if room.in_ram else 'activations, the CUDA context, graphs'}"
+            " and fragments: 12 % unless you give --reserve. If a server quantizes the weights, give --weights."
         )
     sixteen = [r.total_bytes * r.memory_reduction / found.batch for r in found.rows]
     if found.memory_bytes is not None and sixteen and sixteen[0] > found.memory_bytes:
-        notes.append("In 16 bits not one user fits.")
+        notes.append("No user fits in 16 bits.")
     if longest is not None and found.memory_bytes and any(r.max_context == longest for r in found.rows):
         notes.append(f"The longest context ends at the {longest:,} tokens that the model was made for.")
     if longest is not None and found.context > longest:
@@ -354,9 +355,9 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
 
     wanting = [PRESETS[r.scheme] for r in found.rows if r.scheme in PRESETS and PRESETS[r.scheme].needs_calibration]
     if first := [s.name for s in wanting if s.needs_basis_alone]:
-        notes.append(f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(first)}.")
+        notes.append(_calibrated(first))
     if ahead := [s.name for s in wanting if not s.needs_basis_alone]:
-        notes.append(f"Want the file of `kvbits calibrate --scheme NAME --out FILE`: {', '.join(ahead)}.")
+        notes.append(f"These need a file of `kvbits calibrate --scheme NAME --out FILE`: {', '.join(ahead)}.")
     weak = [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])]
     if weak and config is not None and found.engine == "transformers" and has_key_bias(config):
         notes.append(
@@ -364,6 +365,10 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
             " kivi4 do not."
         )
     return notes + _short_sequences(found) + ([] if room.in_ram else _speed(found))
+
+
+def _calibrated(names: list[str]) -> str:
+    return f"kvbits calibrates these at the first use, or ahead with `kvbits calibrate`: {', '.join(names)}."
 
 
 NAMED = 6
@@ -390,7 +395,7 @@ def _finer(names: list[str]) -> str:
     for name in names:
         of.setdefault(sum(c.num_tokens for c in FORMATS[name].copies), []).append(name)
     said = [f"{tokens:,} behind the newest ({', '.join(some)})" for tokens, some in of.items() if tokens]
-    return f", and the {' and the '.join(said)} in finer formats" if said else ""
+    return f", and the {' and the '.join(said)} have copies in finer formats" if said else ""
 
 
 def _short_sequences(found: Plan) -> list[str]:
@@ -406,7 +411,7 @@ def _short_sequences(found: Plan) -> list[str]:
     return (
         [
             f"Short sequences take more bytes than in {recommended_of(found.engine)}, because the newest tokens stay in"
-            f" 16 bits; tokens of one sequence: {', '.join(said[:NAMED])}{others}."
+            f" 16 bits. Short means this many tokens: {', '.join(said[:NAMED])}{others}."
         ]
         if said
         else []

@@ -50,10 +50,11 @@ class Warmed(Output):
 def warm(options: Warmed) -> None:
     """Compile ahead the kernels that a model and a scheme need on a GPU.
 
-    They go into $KVBITS_CACHE, or else into the user's cache folder, so the first call does not wait for them.
+    kvbits keeps the kernels in $KVBITS_CACHE, or else in the user's cache folder, so the first call does not wait.
 
-    Build an image with `ENV KVBITS_CACHE=/opt/kvbits` and `RUN kvbits warm MODEL --scheme klt4 --arch sm_90`. That
-    machine needs no GPU and no weights. The folder may be read-only later. Other NVRTC or kvbits versions compile anew.
+    Build an image with `ENV KVBITS_CACHE=/opt/kvbits` and `RUN kvbits warm MODEL --scheme klt4 --arch sm_90`. The
+    building machine needs no GPU and no weights. The folder may be read-only later. Another version of NVRTC or kvbits
+    compiles again.
     """
     from .. import planner
     from ..progress import bar

@@ -262,7 +262,7 @@ def _cut(tokenizer: Any, text: Text, count: int, length: int, limit: int | None,
     if len(ids) < count * body:
         raise DataError(
             f"text {text.name!r} has {len(ids)} tokens, but {count} windows of {length} need {count * body}; ask for"
-            " fewer or shorter windows"
+            " fewer or shorter windows, or give a longer text"
         )
     found = ids[: len(ids) // body * body].view(-1, body)
     return torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(found), -1), found], 1)

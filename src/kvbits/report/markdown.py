@@ -234,12 +234,12 @@ def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
         usable = _worst(models, first, "kl_mean") <= MAX_KL
         name = f"`{first}`" if usable else f"none to recommend; the best is `{first}`"
         text = (
-            f"**{title}: {name}**. On the worst of these models"
+            f"**{title}: {name}**. The worst of these models has"
             f" {_costs(results, models, first)}.{_price(first, speeds)}"
         )
         for other in others:
             text += (
-                f" With a calibration (`kvbits calibrate`) `{other}`:"
+                f" `{other}` needs a calibration (`kvbits calibrate`) and has"
                 f" {_costs(results, models, other)}.{_slow(other, speeds)}"
             )
         found.append(text)
@@ -260,7 +260,7 @@ def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
     found = []
     for title, (first, *others) in _recommended(models):
         if first not in recommended(results):
-            found.append(f"**{title}**: nothing to recommend.")
+            found.append(f"**{title}**: kvbits recommends no scheme.")
             continue
         harder = (
             f"text becomes {_worst(models, first, 'ppl_change'):.1%} harder to predict for the worst of the"
@@ -272,7 +272,7 @@ def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
                 f"predictions lie {_worst(models, first, 'kl_mean') / _worst(models, other, 'kl_mean'):.1f} times"
                 " nearer to the 16-bit cache's"
             )
-            text += f" With a calibration (`kvbits calibrate`) `{other}`, whose {near}.{_slow(other, speeds)}"
+            text += f" `{other}` needs a calibration (`kvbits calibrate`), and its {near}.{_slow(other, speeds)}"
         found.append(text)
     return found
 
@@ -314,15 +314,16 @@ def _needs_calibration(scheme: str) -> bool:
 
 def _price(scheme: str, speeds: Speeds) -> str:
     """Return what a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
-    return (" Needs a calibration (`kvbits calibrate`)." if _needs_calibration(scheme) else "") + _slow(scheme, speeds)
+    calibration = f" `{scheme}` needs a calibration (`kvbits calibrate`)." if _needs_calibration(scheme) else ""
+    return calibration + _slow(scheme, speeds)
 
 
 def _slow(scheme: str, speeds: Speeds) -> str:
     measured = speeds.get(scheme, {})
     slow = [ratio for ratio in measured.values() if ratio < 1]
     return (
-        f" On a GPU slower than 16 bits in {len(slow)} of {len(measured)} shapes (down to {min(slow):.2f} times as"
-        " fast)."
+        f" On a GPU `{scheme}` is slower than 16 bits in {len(slow)} of {len(measured)} shapes, at worst"
+        f" {min(slow):.2f} times as fast."
         if slow
         else ""
     )

@@ -59,9 +59,9 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
                 "Scatter plot: bits per cached number against accuracy, kvbits schemes and Transformers' own quantized"
                 " caches",
             )
-            + '<p class="note">Lower left is better: fewer bits, nearer to the 16-bit cache.</p><p class="note"'
-            ' id="pareto-note"></p>' + '<details><summary>all figures</summary><div class="wide"><table'
-            ' id="pareto-table"></table></div></details>',
+            + '<p class="note">Lower left is better: fewer bits, nearer to the 16-bit cache. Bits held count scales and'
+            ' raw tokens.</p><p class="note" id="pareto-note"></p><details><summary>all figures</summary>'
+            '<div class="wide"><table id="pareto-table"></table></div></details>',
             "pareto-section",
         ),
         _section(
@@ -222,7 +222,7 @@ def _lead(results: Results) -> str:
     names = ", ".join(dict.fromkeys(m.name for m in results.models.values()))
     return (
         "A KV cache of few bits holds more tokens and changes the answers a little. This page shows how much of both."
-        f" Every cache read the same tokens, packed as in use, on {names}."
+        f" All caches were packed as in use, and read the same tokens. The models: {names}."
     )
 
 

@@ -174,7 +174,7 @@ def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 
         + select("plan-preset", "preset", list(schemes.CORE), schemes.RECOMMENDED)
     )
     sliders = _slider("context", "tokens of each user", 7, 20, at, "any") + _slider(
-        "batch", "users, for the longest context", 1, 256, users, "1"
+        "batch", "users who share the memory", 1, 256, users, "1"
     )
     data = to_json(plan_data(models) | {"charted": list(CHARTED)}, compact=True).replace("<", "\\u003c")
     return (

@@ -48,8 +48,8 @@ class LayerGeometry:
         fill(self)
         limits = {
             "num_kv_heads": (1, MAX_KV_HEADS, "it counts the key and value heads of one layer"),
-            "head_dim": (8, MAX_HEAD_DIM, "a multiple of 8"),
-            "value_head_dim": (8, MAX_HEAD_DIM, "a multiple of 8"),
+            "head_dim": (8, MAX_HEAD_DIM, "take a multiple of 8"),
+            "value_head_dim": (8, MAX_HEAD_DIM, "take a multiple of 8"),
             "sliding_window": (1, MOST_TOKENS, "None means full attention"),
         }
         for name, (least, most, instead) in limits.items():

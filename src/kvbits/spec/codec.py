@@ -137,7 +137,8 @@ def from_dict(data: Any) -> Any:
     try:
         return _TYPES[name](**{k: from_dict(v) for k, v in fields.items()})
     except TypeError as error:  # a field is missing, or holds a value of another kind
-        raise SpecError(f"{name} cannot be made from {sorted(fields)}: {error}") from error
+        given = ", ".join(sorted(fields)) or "none"
+        raise SpecError(f"a {name} with these fields is invalid: {given} ({error})") from error
 
 
 def parse(text: str, wanted: type) -> Any:

@@ -48,7 +48,7 @@ def data_file(context: Context, name: str, what: str) -> Path:
         raise SpecError(f"task {name!r} needs its problems: give --data {name}={what}")
     path = home(context.options.data[name], f"data of {name}:")
     if not path.is_file():
-        raise SpecError(f"--data {name}={path}: no such file")
+        raise SpecError(f"--data {name}={path}: no such file; give --data {name}={what}")
     return path
 
 

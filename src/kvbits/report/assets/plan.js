@@ -136,14 +136,15 @@ if (typeof document !== "undefined") (() => {
     const rows = (found.rows ?? []).filter((r) => r.scheme.startsWith("vLLM ") === served), title = (r) => r.scheme === sixteen ? "16 bits" : r.scheme.slice(of.length);
     const mine = rows.find((r) => r.scheme === chosen), base = rows.find((r) => r.scheme === sixteen);
     const context = (r) => r.longest === null ? "any" : number(r.longest);
-    $("answer").textContent = mine && base ? `${title(mine)}: ${number(mine.users)} ${mine.users === 1 ? "user" : "users"} of ${number(ask.context)} tokens instead of ${number(base.users)}; `
-      + `${context(mine)} tokens for each of ${number(ask.batch)} instead of ${context(base)}.` : rows.length ? `${served ? "vLLM" : "Transformers"} has no ${preset} for this model.` : "";
+    const people = (n) => `${number(n)} ${n === 1 ? "user" : "users"}`;
+    $("answer").textContent = mine && base ? `With ${title(mine)}, ${people(mine.users)} of ${number(ask.context)} tokens fit, instead of ${number(base.users)} with 16 bits. `
+      + `If ${people(ask.batch)} share the memory, each can have ${context(mine)} tokens instead of ${context(base)}.` : rows.length ? `${served ? "vLLM" : "Transformers"} has no ${preset} for this model.` : "";
     const kind = (r) => r.scheme === sixteen ? "base" : r.scheme === chosen ? "chosen" : "";
     const charted = rows.filter((r) => served || kind(r) || data.charted.includes(r.scheme)), most = Math.max(1, ...charted.map((r) => r.users));
     $("bars").replaceChildren(...charted.map((r) => big(r, title(r), most, kind(r))));
     const speeds = pasted || served || ask.gpus > 1 ? {} : data.speed[name]?.[card] ?? {}, timed = rows.some((r) => speeds[r.scheme]);
     const head = document.createElement("tr");
-    ["cache", "users that fit", "longest context", "memory of these users", ...(timed ? ["tokens a second (users x tokens)"] : [])].forEach((c) => { const th = cell(c, "th"); th.scope = "col"; head.append(th); });
+    ["cache", "users that fit", `longest context of ${people(ask.batch)}`, `memory of ${people(ask.batch)}`, ...(timed ? ["tokens a second (users x tokens)"] : [])].forEach((c) => { const th = cell(c, "th"); th.scope = "col"; head.append(th); });
     $("head").replaceChildren(rows.length ? head : "");
     const top = Math.max(1, ...rows.map((r) => r.longest ?? 0));
     $("rows").replaceChildren(...rows.map((r) => {

@@ -70,7 +70,7 @@
       options: {
         animation: false, maintainAspectRatio: false, layout: { padding: { right: 24, top: 24 } },
         scales: {
-          x: axis("bits per cached number", { min: 2, max: 17 }),
+          x: axis("bits per cached number", { min: 2, max: 1 + Math.ceil(Math.max(...points.map((p) => p.bits))) }),
           y: axis("KL of the worst model, nats (log)", { type: "logarithmic", ticks: { color: css("--soft"), callback: (v) => decade(v) ? v : null } }),
         },
         plugins: {
@@ -97,11 +97,11 @@
     const titles = { kl: "KL divergence, nats (log)", ppl: "perplexity against the 16-bit cache, %", mass: "probability mass that moved, %" };
     draw("pareto", {
       type: "scatter", plugins: [names],
-      data: { datasets: [set("kvbits", "kvbits", "--ours", "circle"), set("stock", "Transformers' quantized caches", "--stock", "triangle")] },
+      data: { datasets: [set("kvbits", "kvbits", "--ours", "circle"), set("stock", "Transformers' quantized caches", "--stock", "triangle")].filter((s) => s.data.length) },
       options: {
         animation: false, maintainAspectRatio: false, layout: { padding: { right: 24, top: 18 } },
         scales: {
-          x: axis("bits per cached number really held (scales and raw tokens included)"),
+          x: axis("bits held per cached number"),
           y: axis(titles[measure], measure === "kl" ? { type: "logarithmic", ticks: { color: css("--soft"), callback: (v) => decade(v) ? v : null } } : {}),
         },
         plugins: {
