@@ -153,12 +153,12 @@ def _run(options: Fitted, goal: Goal) -> Fit:
     tests = windows(tokenizer, test, count=count, length=longest, limit=ref.max_context)
     of_each = -(-count // len(seen))
     probes = [w for t in seen for w in windows(tokenizer, t, count=of_each, length=longest, limit=ref.max_context)]
-    work.mkdir(exist_ok=True)
-    when_stopped(f"what is measured lies in {work}; the same command continues from there")
     lm, _ = options.load()
     loaded = ModelRef.of(lm)
     names = family(ref.layers, lm)
     require_start(goal, names)
+    work.mkdir(exist_ok=True)
+    when_stopped(f"what is measured lies in {work}; the same command continues from there")
     whole = for_layers(names[-1], ref.layers)
     bases = None
     if whole.needs_calibration:
