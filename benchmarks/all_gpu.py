@@ -19,8 +19,8 @@ begins only if it ended within the time that is left when it last ran.
     KVBITS_MODELS      a folder of models (docs/results/evaluation.md): accuracy is measured on those of it
     KVBITS_TEXTS       a folder with wiki.test.raw and wiki.valid.tokens: evaluated and calibrated on; the shipped novel
                        if not given
-    KVBITS_DATA        a folder with gsm8k/test.jsonl, humaneval/HumanEval.jsonl and books/2600-0.txt: the tasks of
-                       docs/results/points.md need it
+    KVBITS_DATA        a folder with gsm8k/test.jsonl, humaneval/HumanEval.jsonl and books/2600-0.txt: chains and
+                       tasks with right answers need it
     KVBITS_DISK        a folder on a disk for the store's files; the folder of temporary files if not given
 
 Exit code: 0 all done, 1 something failed, 2 bad arguments or no GPU, 3 time ran out before the last part.
@@ -37,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -68,6 +68,8 @@ PROFILED = ("bf16", "kvbits_int8_centered", "kvbits_int4", "kvbits_klt4", "kvbit
 """Dtypes whose steps are taken apart."""
 AT_ONCE = 14
 """Processes that compile together."""
+SHAPES = "--shapes 48x8192 256x1024 48x512"
+"""Sequences and tokens of vLLM's steps."""
 POINTS_MODEL = "qwen2.5-coder-1.5b-instruct"
 """The model of docs/results/points.md."""
 JUDGED = "int8_centered,kivi4,klt4,klt3,klt2"
@@ -83,7 +85,8 @@ class Part:
     """One process.
 
     Attributes:
-        argv: after "python"; {out} is the folder of results, {disk} that of the environment.
+        argv: after "python"; {out} is the folder of results, {shared} the one above it, of results that no card changes,
+            {disk} that of the environment.
         writes: files of the folder of results that it adds to.
         seconds: what it is expected to take where no run says so; `limit`: when it is killed.
         needs: modules.
@@ -124,22 +127,46 @@ def bench(command: str, out: str | None = None) -> tuple[str, ...]:
     return (f"benchmarks/{script}.py", *options, *(("--out", f"{{out}}/{out}") if out else ()))
 
 
+def part(name: str, what: str, command: str, out: str, seconds: int, limit: int) -> Part:
+    """Make a part that times something outside vLLM; `command` is as in `bench`."""
+    return Part(name, what, bench(command, out=out), out, seconds, limit)
+
+
+def serving(
+    what: str,
+    suffix: str,
+    commands: Mapping[str, str],
+    seconds: int,
+    limit: int,
+    writes: str = "serve_vllm.json",
+) -> list[Part]:
+    """Make a part for each dtype that is timed through vLLM, beside the one of bf16."""
+    return [
+        Part(
+            f"serve-{dtype}{suffix}",
+            f"{what} through vLLM: {dtype}",
+            bench(f"bench_serve_vllm {command} --kv-cache-dtype {dtype}", out=writes),
+            writes,
+            seconds,
+            limit,
+            ("vllm",),
+            f"serve-bf16{suffix}",
+        )
+        for dtype, command in commands.items()
+    ]
+
+
 def parts(environment: Mapping[str, str]) -> list[Part]:
-    """Return all of them: kernels and Transformers, vLLM, accuracy; the most important of each first."""
-    return [*in_one_process(), *through_vllm(), *accuracy(environment), *points(environment)]
+    """Return all of them: what README prints first, then kernels and Transformers, accuracy, vLLM, and answers."""
+    return [*of_readme(), *in_one_process(), *accuracy(environment), *through_vllm(), *points(environment)]
 
 
-def in_one_process() -> list[Part]:
-    """Return the tests, and what is timed on kernels and through Transformers."""
-
-    def part(name: str, what: str, command: str, out: str, seconds: int, limit: int) -> Part:
-        return Part(name, what, bench(command, out=out), out, seconds, limit)
-
+def of_readme() -> list[Part]:
+    """Return the tests, attention, tokens through Transformers, and vLLM's largest batches and steps."""
     presets, generated = " ".join(PRESETS), " ".join(GENERATED)
-    store = "bench_store --model llama-8b --prompt 16384 --chunk 4096 --stock --device cuda --threads 8"
-    places = (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))
     tests = ("tests/run_gpu.py", "--out", "{out}/gpu_tests.json", "--", "-n", "14")
-    paper = ("-m", "studies", "paper", "--out", "{out}/paper.json")
+    largest = {d: f"decode --largest 8192 --max-batch {batch}" for d, batch in SERVED.items()}
+    steps = dict.fromkeys(SERVED, f"decode --prefill {SHAPES}")
     return [
         Part("tests", "the tests that need a GPU", tests, "gpu_tests.json", 300, 570),
         part(
@@ -158,6 +185,17 @@ def in_one_process() -> list[Part]:
             220,
             450,
         ),
+        *serving("the largest batch", "-largest", largest, 60, 200),
+        *serving("step times behind prompts", "", steps, 90, 200),
+    ]
+
+
+def in_one_process() -> list[Part]:
+    """Return what else is timed on kernels and through Transformers."""
+    store = "bench_store --model llama-8b --prompt 16384 --chunk 4096 --stock --device cuda --threads 8"
+    places = (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))
+    paper = ("-m", "studies", "paper", "--out", "{out}/paper.json")
+    return [
         part("close", "quantizing whole pages, and storing tokens", "bench_close_gpu", "close_pages.json", 120, 300),
         part(
             "chunks", "many queries over packed history", "bench_attend_gpu --prefill", "attend_prefill.json", 70, 180
@@ -213,40 +251,11 @@ def in_one_process() -> list[Part]:
 
 
 def through_vllm() -> list[Part]:
-    """Return what is timed through vLLM: a part for each dtype, beside the one of bf16."""
-
-    def serving(
-        what: str,
-        suffix: str,
-        commands: Mapping[str, str],
-        seconds: int,
-        limit: int,
-        writes: str = "serve_vllm.json",
-    ) -> list[Part]:
-        return [
-            Part(
-                f"serve-{dtype}{suffix}",
-                f"{what} through vLLM: {dtype}",
-                bench(f"bench_serve_vllm {command} --kv-cache-dtype {dtype}", out=writes),
-                writes,
-                seconds,
-                limit,
-                ("vllm",),
-                f"serve-bf16{suffix}",
-            )
-            for dtype, command in commands.items()
-        ]
-
-    def each(dtypes: Iterable[str], command: str) -> dict[str, str]:
-        return dict.fromkeys(dtypes, command)
-
-    largest = {d: f"decode --largest 8192 --max-batch {batch}" for d, batch in SERVED.items()}
+    """Return what else is timed through vLLM."""
+    each = dict.fromkeys
     served = [d for d in SERVED if d != "fp8"]
-    shapes = "--shapes 48x8192 256x1024 48x512"
     turns = "turns --users 16 32 64 128 --seconds 60"
     return [
-        *serving("the largest batch", "-largest", largest, 60, 200),
-        *serving("step times behind prompts", "", each(SERVED, f"decode --prefill {shapes}"), 90, 200),
         *serving(
             "a step with vLLM's default compilation",
             "-compiled",
@@ -259,7 +268,7 @@ def through_vllm() -> list[Part]:
         *serving(
             "what a step's time goes to",
             "-profile",
-            each(PROFILED, f"decode {shapes} --profile"),
+            each(PROFILED, f"decode {SHAPES} --profile"),
             60,
             150,
             "profile_vllm.json",
@@ -298,7 +307,7 @@ def evaluation(model: Path, options: str, folder: str, *files: str) -> tuple[str
         *options.split(),
         *files,
         "--out",
-        f"{{out}}/{folder}",
+        folder,
     )
 
 
@@ -323,7 +332,7 @@ def accuracy(environment: Mapping[str, str]) -> list[Part]:
             Part(
                 f"accuracy-{name}",
                 f"{name}: KL in chunks of 16 and token by token, read packed on this GPU",
-                evaluation(model, short, "eval", *both),
+                evaluation(model, short, "{out}/eval", *both),
                 f"eval/{name}",
                 200,
                 450,
@@ -334,7 +343,7 @@ def accuracy(environment: Mapping[str, str]) -> list[Part]:
             Part(
                 f"long-{name}",
                 f"{name}: KL in a window of 8,192 tokens",
-                evaluation(model, long, "eval-8192", *text),
+                evaluation(model, long, "{out}/eval-8192", *text),
                 f"eval-8192/{name}-float16",
                 260,
                 500,
@@ -345,8 +354,8 @@ def accuracy(environment: Mapping[str, str]) -> list[Part]:
             Part(
                 f"tails-{name}",
                 f"{name}: KL of formats and of other engines' recipes with 0, 128 and 512 raw newest tokens",
-                ("benchmarks/study_tails.py", str(model), *tails, *text, "--out", f"{{out}}/tails/{name}.json"),
-                f"tails/{name}.json",
+                ("benchmarks/study_tails.py", str(model), *tails, *text, "--out", f"{{shared}}/tails/{name}.json"),
+                f"../tails/{name}.json",
                 300,
                 600,
             )
@@ -356,7 +365,7 @@ def accuracy(environment: Mapping[str, str]) -> list[Part]:
 
 
 def points(environment: Mapping[str, str]) -> list[Part]:
-    """Return the tasks of docs/results/points.md on the model of `POINTS_MODEL`, each into a folder of its own.
+    """Return the chains and the tasks with right answers of docs/results/points.md, on the model `POINTS_MODEL`.
 
     A chain is written token by token before it is read, so 16,384 tokens take minutes for any number of chains.
     """
@@ -366,28 +375,28 @@ def points(environment: Mapping[str, str]) -> list[Part]:
     book = ("--text", f"{data}/books/2600-0.txt")
     problems = [word for name, file in PROBLEMS.items() for word in ("--data", f"{name}={data}/{file}")]
 
-    def part(name: str, options: str, folder: str, seconds: int, *files: str) -> Part:
-        argv = evaluation(model, f"--dtype float16 --schemes {JUDGED} {options}", folder, *files)
-        return Part(f"points-{name}", f"{POINTS_MODEL}: {name}", argv, folder, seconds, 600)
+    def judged(name: str, options: str, folder: str, seconds: int, *files: str) -> Part:
+        argv = evaluation(model, f"--dtype float16 --schemes {JUDGED} {options}", f"{{shared}}/length/{folder}", *files)
+        return Part(f"points-{name}", f"{POINTS_MODEL}: {name}", argv, f"../length/{folder}", seconds, 2 * seconds)
 
     chains = "--tasks replay --length 16384 --windows 32 --batch-size 32"
     ruler = "--tasks ruler --chunk 512"
     asked = ((4096, 4), (8192, 10), (16384, 10), (32000, 3))
     return [
-        part("tracking", "--tasks tracking --contexts 512,2048,8192 --repeats 50", "length/tracking", 250),
-        part(
+        judged("tracking", "--tasks tracking --contexts 512,2048,8192 --repeats 50", "tracking", 250),
+        judged(
             "copying",
             "--tasks copying --contexts 240,1000,4000,8000,16000,30000 --new-tokens 256 --repeats 42",
-            "length/copying",
+            "copying",
             400,
         ),
         *(
-            part(f"ruler-{n}", f"{ruler} --contexts {n} --repeats {repeats}", f"length/ruler-{n}", 300, *book)
+            judged(f"ruler-{n}", f"{ruler} --contexts {n} --repeats {repeats}", f"ruler-{n}", 300, *book)
             for n, repeats in asked
         ),
-        part("gsm8k", "--tasks gsm8k --batch-size 64", "length/answers", 400, *problems),
-        part("gsm8k-drawn", "--tasks gsm8k --draws 3 --batch-size 64", "length/drawn", 600, *problems),
-        part("chains", chains, "length/chains", 600, *problems),
+        judged("answers", "--tasks gsm8k,humaneval --batch-size 64", "answers", 500, *problems),
+        judged("sampled", "--tasks gsm8k --draws 3 --batch-size 64", "sampled", 900, *problems),
+        judged("chains", chains, "chains", 900, *problems),
     ]
 
 
@@ -542,7 +551,7 @@ class Session:
 
     def words(self, argv: Sequence[str]) -> list[str]:
         disk = self.machine.environment.get("KVBITS_DISK") or tempfile.gettempdir()
-        return [w.format(out=self.out, disk=disk) if "{" in w else w for w in argv]
+        return [w.format(out=self.out, shared=self.out.parent, disk=disk) if "{" in w else w for w in argv]
 
     def keep(self, part: str, code: int | None, seconds: float) -> None:
         row = {"part": part, "exit": code, "seconds": round(seconds, 1)}

@@ -63,7 +63,7 @@ def parts_of(bench: Any, name: str, tokens: int) -> Iterator[tuple[Any, int, int
 
 
 class Memory:
-    """What both trees read at one shape: queries and the pages of some layers; and what float64 makes of them."""
+    """Memory that both trees read at one shape: queries, the pages of some layers, and the results of float64."""
 
     def __init__(self, name: str, shape: tuple[int, int, int]) -> None:
         batch, heads, self.tokens = shape

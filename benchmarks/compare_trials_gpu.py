@@ -27,19 +27,22 @@ from kvbits.errors import DataError
 
 HERE = Path(__file__).parent
 COPIED = ("src/kvbits", "benchmarks")
-"""What a patch may change."""
+"""Folders that a patch may change."""
 
 
 def copy_with(patch: Path, folder: Path) -> Path:
     """Copy this tree to a folder and apply a patch to the copy, without git, which not every machine has.
 
     Raises:
-        DataError: a hunk's lines are not in the file, or several times.
+        DataError: a hunk's lines are not in the file, or several times; or the patch adds a file.
     """
     for name in COPIED:
         ignored = shutil.ignore_patterns("results", "__pycache__")
         shutil.copytree(HERE.parent / name, folder / name, ignore=ignored)
-    _, *files = re.split(r"^--- a/", patch.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    changes = patch.read_text(encoding="utf-8")
+    _, *files = re.split(r"^--- a/", changes, flags=re.MULTILINE)
+    if len(files) != len(re.findall(r"^--- ", changes, flags=re.MULTILINE)):
+        raise DataError(f"{patch.name} must be a unified diff of files that are in this tree")
     for of_file in files:
         head, *hunks = re.split(r"^@@ .*\n", of_file.partition("\ndiff --git ")[0] + "\n", flags=re.MULTILINE)
         path = folder / head.split()[0]

@@ -703,8 +703,8 @@ def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any
 
 
 def page_results(benchmarks: Path) -> Results:
-    """What the page of the committed results shows: the README's models and windows of `HELD_AT` tokens, the largest
-    model first, and what layers alone lose.
+    """Choose the accuracy that the page of the committed results shows: the README's models and windows of `HELD_AT`
+    tokens, the largest model first, and what layers alone lose.
     """
     largest_first = sorted(_finest(_models_in(benchmarks, LONG)), key=lambda m: m.facts["parameters"], reverse=True)
     at_length = {f"{m.name}-{m.facts['dtype']}": m for m in largest_first}

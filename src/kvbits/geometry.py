@@ -176,7 +176,7 @@ def load_config(model: str | os.PathLike[str]) -> Any:
             ) from None
         way_out = (
             "the file is damaged or incomplete, so copy or download it again"
-            if is_gguf(path) and isinstance(e, struct.error | ValueError)
+            if is_gguf(path) and isinstance(e, struct.error | ValueError) and "not supported" not in reason
             else "give a local directory, a config.json, a GGUF file or a hub id"
         )
         raise SpecError(f"cannot read the configuration of {str(model)!r}: {reason}; {way_out}") from None

@@ -222,7 +222,7 @@ def commands(models=None):
     )
     every = [(p.name, p.argv) for p in all_gpu.parts(environment)]
     every += [(f"warm {w.name}", w.argv) for w in all_gpu.warms()]
-    return [(name, tuple(a.format(out="out", disk="disk") for a in argv)) for name, argv in every]
+    return [(name, tuple(a.format(out="out", shared="out", disk="disk") for a in argv)) for name, argv in every]
 
 
 class Parsed(Exception):

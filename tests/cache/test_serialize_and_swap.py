@@ -412,20 +412,20 @@ def test_blobs_that_overlap_come_twice_or_are_missing_are_refused(saved):
     blobs = list(blobs_of(path))
     bad = path.with_name("bad")
     for wrong, parts in (
-        (blobs + blobs[-1:], "4 3 copy"),
-        (blobs[:2] + blobs[1:], "column=0 copy"),
-        (blobs[:-1], "truncated 2 3 copy"),
-        ([blobs[0], *blobs[2:]], "column=3 copy"),
-        ([blobs[0], *blobs[:0:-1]], "column=3 copy"),
+        (blobs + blobs[-1:], ("4 of 3 sequences", "copy")),
+        (blobs[:2] + blobs[1:], ("column=0", "copy")),
+        (blobs[:-1], ("truncated", "2 of 3 sequences", "copy")),
+        ([blobs[0], *blobs[2:]], ("column=3", "copy")),
+        ([blobs[0], *blobs[:0:-1]], ("column=3", "copy")),
     ):
         bad.write_bytes(b"".join(wrong))
-        with raises(FileFormatError, bad, *parts.split()):
+        with raises(FileFormatError, bad, *parts):
             PagedCache.load(bad)
     header = Header.parse(blobs[1], "the file")
     table = Table.parse(
         header, blobs[1][128 : 128 + header.table_bytes], [g.group for g in pair.cache.groups], "the file"
     )
-    with raises(FileFormatError, "page"):
+    with raises(FileFormatError, "table", "page twice"):
         text = Table([table.pages[0]] * len(table.pages), table.sums).pack()
         Table.parse(
             dataclasses.replace(header, table_crc=zlib.crc32(text)), text, [g.group for g in pair.cache.groups], "it"

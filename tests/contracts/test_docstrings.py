@@ -13,7 +13,7 @@ ACTIONS = """
     Abandon Add Allocate Announce Answer Append Assign Attend Begin Bind Break Bring Broadcast Build Calibrate
     Call Carry Change Check Choose Close Collect Compare Compile Compute Copy Count Crop Cut Deal Decide Decode Dequantize
     Describe Do Draw Drop Empty End Estimate Evict Explain Extend Feed Fill Find Flush Forget Free Generate Give Hand
-    Have Hold Import Install Invert Judge Keep Launch Lead Let List Load Make Measure Merge Move Name Note Open
+    Have Hold Import Install Invert Join Judge Keep Launch Lead Let List Load Make Measure Merge Move Name Note Open
     Pack Parse Pin Plan Point Predict Prepare Print Put Quantize Raise Read Recode Recompute Refer Refuse Register
     Remove Rename Repeat Replace Report Require Reset Return Round Run Screen See Send Set Show Sort Split Spend Spread
     Start Store Switch Take Turn Undo Wait Warn Wrap Write Yield

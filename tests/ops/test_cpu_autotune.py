@@ -67,6 +67,19 @@ def test_a_kind_of_call_is_measured_once(folder):
     assert len(files(folder)) == 2
 
 
+@pytest.mark.parametrize("tiles", TILE_TIERS)
+def test_calls_that_differ_in_options_are_measured_apart(tiles):
+    before = library.tier()
+    library.set_tier(tiles)
+    try:
+        case = chunk("int8_centered")
+        calls = ({}, {"past_only": False}, {"softcap": 20.0})
+        plans = [attend.plan(case.plan().layouts, **options_of(case, **changes)) for changes in calls]
+        assert len({autotune._file_name(plan._facts) for plan in plans}) == 3
+    finally:
+        library.set_tier(before)
+
+
 def options_of(case, **changes):
     """Return the options that the backend gets."""
     given = {"batch_size": len(case.q), "num_q_heads": case.q.shape[2], "num_queries": case.q.shape[1]}
@@ -117,7 +130,9 @@ def test_tiles_of_one_term_are_a_way_where_they_save_terms(tiles):
     try:
         for name, saves in (("raw", True), ("int8_centered", True), ("int4", False), ("klt4", False)):
             case = chunk(name)
-            assert ("one term" in attend.ways(case.plan().layouts, **options_of(case))) == saves
+            options = options_of(case)
+            assert ("one term" in attend.ways(case.plan().layouts, **options)) == saves
+            assert list(attend.ways(case.plan().layouts, **options | {"sliding_window": 100})) == ["kernels"]
             case.q = case.q.float()
             assert "one term" not in attend.ways(case.plan().layouts, **options_of(case))
     finally:

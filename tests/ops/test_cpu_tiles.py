@@ -216,8 +216,19 @@ def decoded(case, tiles):
 def test_numbers_of_one_term(tiles, fmt, granularity):
     spec = RAW if fmt == "raw" else QuantSpec(format=fmt, granularity=granularity)
     case = random_call(spec, spec, page_size=64, heads=2, group=4, tokens=20, pages=9)
+    rounded, precise = (attended(case, tiles, one_term=one) for one in (True, False))
+    assert_close(rounded, case.exact(), 1e-2)
+    assert_close(precise, case.exact(), NOISE[fmt])
+    assert not torch.equal(rounded[0], precise[0])
+
+
+@pytest.mark.parametrize("fmt", ["raw", "int8"])
+@pytest.mark.parametrize("options", [{"sliding_window": 100}, {"softcap": 20.0}], ids=str)
+def test_numbers_of_one_term_with_options(tiles, fmt, options):
+    spec = RAW if fmt == "raw" else QuantSpec(format=fmt)
+    case = random_call(spec, RAW, page_size=64, heads=2, group=4, tokens=20, pages=9)
+    case.options |= options
     assert_close(attended(case, tiles, one_term=True), case.exact(), 1e-2)
-    assert_close(attended(case, tiles, one_term=False), case.exact(), NOISE[fmt])
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -8,7 +8,7 @@ relative L2 noise 1e-4 and 2e-2. Raw and FP8 pages are computed in fp32.
 
 On processors with AMX chunks are products of tiles (csrc/families/tiles.h): keys, values, queries and weights are one
 bfloat16 number where a format has few bits, and the sum of two elsewhere: relative L2 noise 6e-3 and 1e-5. Results of
-bfloat16 queries are rounded to bfloat16, so there one number serves every format if that is faster.
+bfloat16 queries are rounded to bfloat16, by 2e-3, so there one number serves every format if that is faster.
 
 A plan whose calls can be served in several ways takes the fastest, as measured on the machine (autotune.py): chunks by
 the tier's kernels, with one term or two in tiles, or unpacked for torch's attention; decoding by AVX-512 or in tiles.
@@ -98,14 +98,22 @@ def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan | Tuned:
         "head_dims": [packed.head_dim, packed.value_head_dim],
         "queries": str(options["dtype"]).removeprefix("torch."),
         "query_rows": 1 << rows.bit_length() - 1,  # of a kv head, rounded down
+        "past_only": options["past_only"],
+        "softcap": options["softcap"] is not None,
+        "raw_dtypes": sorted({x.raw_dtype for x in layouts if x.key.is_raw or x.value.is_raw}),
     }
     return Tuned(found, call)
 
 
 def ways(layouts: Sequence[PageLayout], **options: Any) -> dict[str, Callable[[], BackendPlan]]:
-    """Return the plans that serve such calls, by name. The first is the one for a machine that is not measured."""
+    """Return the plans that serve such calls, by name. The first is the one for a machine that is not measured.
+
+    Calls with a window have no other: a measurement reads the start of a history, which the window leaves out.
+    """
     rows = options["num_queries"] * options["num_q_heads"] // layouts[0].num_kv_heads
     found: dict[str, Callable[[], BackendPlan]] = {"kernels": functools.partial(Plan, layouts, **options)}
+    if options["sliding_window"] is not None:
+        return found
     rounded = _may_round(layouts, options["dtype"])
     if rows >= MIN_UNPACKED_ROWS and not _refuses_unpacking(layouts, options):
         for dtype in (torch.float32, torch.bfloat16) if rounded else (torch.float32,):
@@ -113,15 +121,15 @@ def ways(layouts: Sequence[PageLayout], **options: Any) -> dict[str, Callable[[]
             found[name] = functools.partial(_unpacked, layouts, dtype, **options)
     if tier() in TILE_TIERS and MIN_DECODED_ROWS <= rows <= MAX_DECODED_ROWS:
         found["tiles"] = functools.partial(Plan, layouts, min_tile_rows=MIN_DECODED_ROWS, **options)
-    if tier() in TILE_TIERS and rows > MAX_DECODED_ROWS and rounded and not _has_few_bits(layouts):
+    if tier() in TILE_TIERS and rows > MAX_DECODED_ROWS and rounded and _has_terms(layouts):
         found["one term"] = functools.partial(Plan, layouts, one_term=True, **options)
     return found
 
 
 def _refuses_unpacking(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> bool:
     """Return whether torch's attention over unpacked pages does not compute what the plan asks for."""
-    windowed = options["sliding_window"] is not None or options["softcap"] is not None
-    return not options["past_only"] or windowed or any(x.head_dim != x.value_head_dim for x in layouts)
+    unlike = any(x.head_dim != x.value_head_dim for x in layouts)
+    return not options["past_only"] or options["softcap"] is not None or unlike
 
 
 def _may_round(layouts: Sequence[PageLayout], queries: torch.dtype) -> bool:
@@ -130,10 +138,11 @@ def _may_round(layouts: Sequence[PageLayout], queries: torch.dtype) -> bool:
     return queries == torch.bfloat16 and all(dtype == "bfloat16" for dtype in raw)
 
 
-def _has_few_bits(layouts: Sequence[PageLayout]) -> bool:
-    """Return whether rounding to bfloat16 is far below the error of all formats, so that tiles have one term anyway."""
-    specs = [spec for x in layouts if not x.is_raw for spec in (x.key, x.value)]
-    return bool(specs) and all(not spec.is_raw and spec.mean_bits <= FEW_BITS for spec in specs)
+def _has_terms(layouts: Sequence[PageLayout]) -> bool:
+    """Return whether tiles multiply two terms of packed pages, or of raw ones where there are no others."""
+    packed = [x for x in layouts if not x.is_raw] or layouts
+    keys = any(not x.key.is_raw and x.key.mean_bits > FEW_BITS for x in packed)
+    return keys or any(x.value.is_raw or x.value.mean_bits > FEW_BITS for x in packed)
 
 
 def _unpacked(layouts: Sequence[PageLayout], rows: torch.dtype, **options: Any) -> LongQueries:
