@@ -400,8 +400,8 @@ def goodput() -> str:
     head = table(["requests/s sent: P99 of the first token / per token, ms", *(f"`{d}`" for d in dtypes)], lines)
     said = (
         f"{of_machine(data, rows)}; prompts of {load['prompts'][0]:,} to {load['prompts'][1]:,} tokens, answers of"
-        f" {load['answers'][0]:,} to {load['answers'][1]:,}; limits {load['ttft_limit_ms']:g} and"
-        f" {load['tpot_limit_ms']:g} ms."
+        f" {load['answers'][0]:,} to {load['answers'][1]:,}; P99 limits: {load['ttft_limit_ms']:,g}"
+        f" ms to the first token, {load['tpot_limit_ms']:g} ms per token."
     )
     return "\n\n".join(
         [
@@ -635,10 +635,10 @@ def beside_fp8(folder: Path) -> str:
     for d in (d for d in SERVED if d in step and d in largest):
         one, full, score = step[d], largest[d], kl.get("auto" if d == "bf16" else d)
         used += [one, full]
-        fields = ((one, "capacity_tokens"), (one, "step_ms"), (full, "tokens_per_s"))
+        fields = ((full, "capacity_tokens"), (one, "step_ms"), (full, "tokens_per_s"))
         ratios = [f"{r[field] / r['base'][field]:.2f}x" for r, field in fields]
         lines.append([f"`{d}`", *ratios, f"{score['kl']:.4f}" if score else ""])
-    header = ["dtype", "tokens that fit", "step at 48 x 8,192", "tokens/s at most", "KL"]
+    header = ["dtype", "tokens that fit", "time of a step, 48 x 8,192", "tokens/s, largest batch", "KL"]
     sources = ((data, used), (judged, kl.values()))
     made = [of["runs"][r["run"]] for of, some in sources for r in some]
     return (

@@ -54,7 +54,7 @@ static void key_codes_to_tiles(const Tensor& t, const Block& b, const PageView& 
       for (int k = 0; k < 4; k++) {
         if constexpr (LEVELS) {
           store_pairs<N_TERMS>(rows + k * TILE_DEPTH, apart, code_number<FMT>(x, k) - code_zero<FMT>(),
-                         code_number<FMT>(y, k) - code_zero<FMT>());
+                               code_number<FMT>(y, k) - code_zero<FMT>());
           continue;
         }
         if (t.channel_scales) {
@@ -189,8 +189,8 @@ static void plain_keys_to_tiles(const Tensor& t, const Block& b, const PageView&
   }
   if (levels) return key_codes_to_tiles<FORMAT_INT8, 1, true>(t, b, at, token, n, false, to);
   switch (t.format) {
-#define OF_FORMAT(f)                                                               \
-  case f:                                                                          \
+#define OF_FORMAT(f)                                                             \
+  case f:                                                                        \
     return terms == 1 ? key_codes_to_tiles<f, 1>(t, b, at, token, n, biases, to) \
                       : key_codes_to_tiles<f, most_terms(f)>(t, b, at, token, n, biases, to);
     OF_FORMAT(FORMAT_INT8)
@@ -208,8 +208,8 @@ static void plain_values_to_tiles(const Tensor& t, const Block& b, const PageVie
                                                to);
   }
   switch (t.format) {
-#define OF_FORMAT(f)                                                                            \
-  case f:                                                                                       \
+#define OF_FORMAT(f)                                                                          \
+  case f:                                                                                     \
     return terms == 1 ? value_codes_to_tiles<f, 1>(t, b, at, page_size, token, n, biases, to) \
                       : value_codes_to_tiles<f, most_terms(f)>(t, b, at, page_size, token, n, biases, to);
     OF_FORMAT(FORMAT_INT8)
