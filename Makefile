@@ -8,7 +8,7 @@
 # make wheels   wheels for an index into dist/, cross-compiled by Zig: looked at, installed into an empty environment, run on an emulated machine where qemu is here
 # make site   the documentation as a site, into build/site; a broken link fails
 # make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails where one spills more than its test states, and prints what is spilt (NVRTC, no GPU; an hour and more)
-# make page   what one point costs, on a CPU with the embedded model: the tasks of docs/results/points.md into PAGE=build/page; continues where it stopped (one to two hours)
+# make page   what one point costs, on a CPU with the embedded model: the tasks of docs/results/points.md into PAGE=build/page; continues where it stopped (69 minutes on two busy cores)
 # make night   nightly: the cases that make test and the gate leave out, here and inside vLLM and SGLang, the oldest releases that are served, and the newest against what the plugins declare
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
