@@ -294,14 +294,23 @@ def _memory(found: Plan, room: Room) -> str:
 
 
 def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
-    from ..geometry import CROSS, has_key_bias, index_bytes, layer_places, text_config
-    from ..integrations.refusals import refuses_pages
-
-    longest, refused, config = ref.max_context, ref.planned[1], ref.config
-    notes = [
+    counted = (
         "GB is 10**9 bytes. The columns bits/element and bytes/token are for long contexts. The columns total and bits"
         " held also count whole pages and the tokens that stay in 16 bits or have finer copies."
-    ]
+    )
+    notes = [counted, *_layers_left_out(found, ref)]
+    if found.engine == "vllm":
+        notes += _in_vllm(found)
+    notes += [*_budget(found, room), *_longest(found, ref), *_of_presets(found, ref), *_short_sequences(found)]
+    return notes if room.in_ram else notes + _speed(found)
+
+
+def _layers_left_out(found: Plan, ref: ModelRef) -> list[str]:
+    """Name states and layers that pages do not hold."""
+    from ..geometry import CROSS, index_bytes, layer_places, text_config
+    from ..integrations.refusals import refuses_pages
+
+    refused, config, notes = ref.planned[1], ref.config, []
     if found.state_bytes:
         notes.append(
             f"Recurrent layers keep {human_bytes(found.state_bytes)} for each user, whatever the context; the totals"
@@ -320,23 +329,33 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
             "Only attention layers are counted; others have a state of their own, whose size does not grow with the"
             " context."
         )
-    if found.engine == "vllm":
-        notes.append(
-            "Totals count whole blocks, as vLLM allocates them. vLLM puts unlike layers into groups of one size, which"
-            " takes more memory. vLLM's log has the number of tokens that fit."
-        )
-        from ..integrations.engine.served import COPIED, COPIES_SHARE, FORMATS
+    return notes
 
-        if calibrated := [r.scheme for r in found.rows if r.scheme in FORMATS and FORMATS[r.scheme].calibrated]:
-            notes.append(_calibrated(calibrated))
-        if any(r.copied is not None for r in found.rows) or calibrated:
-            few = [f"{r.copied:,} ({r.scheme})" for r in found.rows if r.copied is not None]
-            notes.append(
-                f"Each user's first {COPIED} and newest {_newest(calibrated)} tokens have copies in 16 bits"
-                f"{_finer(calibrated)}. Copies take at most {COPIES_SHARE:.0%} of the memory"
-                + (f", enough for this many users: {', '.join(few)}." if few else ".")
-                + " For other users, attention reads packed pages."
-            )
+
+def _in_vllm(found: Plan) -> list[str]:
+    """Explain vLLM's blocks, calibrations and copies."""
+    from ..integrations.engine.served import COPIED, COPIES_SHARE, FORMATS
+
+    notes = [
+        "Totals count whole blocks, as vLLM allocates them. vLLM puts unlike layers into groups of one size, which"
+        " takes more memory. vLLM's log has the number of tokens that fit."
+    ]
+    if calibrated := [r.scheme for r in found.rows if r.scheme in FORMATS and FORMATS[r.scheme].calibrated]:
+        notes.append(_calibrated(calibrated))
+    if any(r.copied is not None for r in found.rows) or calibrated:
+        few = [f"{r.copied:,} ({r.scheme})" for r in found.rows if r.copied is not None]
+        notes.append(
+            f"Each user's first {COPIED} and newest {_newest(calibrated)} tokens have copies in 16 bits"
+            f"{_finer(calibrated)}. Copies take at most {COPIES_SHARE:.0%} of the memory"
+            + (f", enough for this many users: {', '.join(few)}." if few else ".")
+            + " For other users, attention reads packed pages."
+        )
+    return notes
+
+
+def _budget(found: Plan, room: Room) -> list[str]:
+    """Note where the memory is from, and what its reserve holds."""
+    notes = []
     if room.memory_from is not None:
         notes.append(f"--gpu-memory: {room.memory_from}.")
     if found.cards is not None:
@@ -347,24 +366,37 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
     sixteen = [r.total_bytes * r.memory_reduction / found.batch for r in found.rows]
     if found.memory_bytes is not None and sixteen and sixteen[0] > found.memory_bytes:
         notes.append("No user fits in 16 bits.")
+    return notes
+
+
+def _longest(found: Plan, ref: ModelRef) -> list[str]:
+    """Name the context that the model was made for, where the plan reaches it."""
+    longest, notes = ref.max_context, []
     if longest is not None and found.memory_bytes and any(r.max_context == longest for r in found.rows):
         notes.append(f"The longest context ends at the {longest:,} tokens that the model was made for.")
     if longest is not None and found.context > longest:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
+    return notes
+
+
+def _of_presets(found: Plan, ref: ModelRef) -> list[str]:
+    """Name presets that need a calibration, or that lose accuracy on keys with a bias."""
+    from ..geometry import has_key_bias
     from ..schemes import PRESETS, RECOMMENDED, weak_to_key_bias
 
-    wanting = [PRESETS[r.scheme] for r in found.rows if r.scheme in PRESETS and PRESETS[r.scheme].needs_calibration]
+    notes, presets = [], [PRESETS[r.scheme] for r in found.rows if r.scheme in PRESETS]
+    wanting = [s for s in presets if s.needs_calibration]
     if first := [s.name for s in wanting if s.needs_basis_alone]:
         notes.append(_calibrated(first))
     if ahead := [s.name for s in wanting if not s.needs_basis_alone]:
         notes.append(f"These need a file of `kvbits calibrate --scheme NAME --out FILE`: {', '.join(ahead)}.")
-    weak = [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])]
-    if weak and config is not None and found.engine == "transformers" and has_key_bias(config):
+    weak = [s.name for s in presets if weak_to_key_bias(s)]
+    if weak and ref.config is not None and found.engine == "transformers" and has_key_bias(ref.config):
         notes.append(
             f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and"
             " kivi4 do not."
         )
-    return notes + _short_sequences(found) + ([] if room.in_ram else _speed(found))
+    return notes
 
 
 def _calibrated(names: list[str]) -> str:

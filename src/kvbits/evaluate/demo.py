@@ -239,8 +239,15 @@ def shown(result: dict[str, Any]) -> list[Any]:
     """Return what the command prints of a `run`. The command prints bars of memory, a table, two texts side by side,
     and what to try next.
     """
-    from rich.table import Table
     from rich.text import Text as Line
+
+    tried = Line("Next:\n  " + "\n  ".join(NEXT), no_wrap=True)
+    return [_bars(result["growth"]), _rows(result), _continuations(result), tried]
+
+
+def _rows(result: dict[str, Any]) -> Any:
+    """Make the table of caches: bits, memory, accuracy and speed."""
+    from rich.table import Table
 
     stock, *ours = result["rows"]
     noted = all("kl_max" in r for r in result["rows"])  # results of before have no worst token
@@ -251,7 +258,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
         else "what it shows is rounding noise"
     )
     noise = f" raw is lossless: {why}." if any(r["scheme"] == "raw" for r in ours) else ""
-    t = Table(
+    table = Table(
         caption=(
             f"memory counts {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, with scales and the"
             f" newest tokens. perplexity and KL are over {result['scored']:,} tokens: how well the cache predicts the"
@@ -277,11 +284,11 @@ def shown(result: dict[str, Any]) -> list[Any]:
         "top token",
         "tokens/s",
     ):
-        t.add_column(heading, justify="left" if heading == "cache" else "right")
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in result["rows"]:
         name = "stock" if r is stock else r["scheme"]
         less = "" if r is stock or r["scheme"] == "raw" else _times(r["memory_reduction"], "x less", "x more", 2)
-        t.add_row(
+        table.add_row(
             name,
             f"{r['bits_per_element']:.2f}",
             human_bytes(r["bytes_16bit"]),
@@ -293,6 +300,13 @@ def shown(result: dict[str, Any]) -> list[Any]:
             f"{r['top1_agreement']:.1%}",
             f"{r['tokens_per_s']:.1f}",
         )
+    return table
+
+
+def _continuations(result: dict[str, Any]) -> Any:
+    """Put the continuation of the stock cache beside that of the first preset."""
+    from rich.table import Table
+
     (texts,) = result["texts"]
     (_, mine), (name, theirs) = texts["written"].items()
     same = (
@@ -305,11 +319,11 @@ def shown(result: dict[str, Any]) -> list[Any]:
         caption=f"Each cache's continuation of the text, with the likeliest token each time: {same}.",
     )
     beside.title_justify = beside.caption_justify = "left"
-    held = next(r for r in ours if r["scheme"] == name)
+    held = next(r for r in result["rows"] if r["scheme"] == name)
     beside.add_column("stock", width=COLUMN)
     beside.add_column(f"{name}, {_times(held['memory_reduction'], ' times smaller', ' times larger', 1)}", width=COLUMN)
     beside.add_row(" ".join(mine.split()), " ".join(theirs.split()))
-    return [_bars(result["growth"]), t, beside, Line("Next:\n  " + "\n  ".join(NEXT), no_wrap=True)]
+    return beside
 
 
 def _bars(growth: Sequence[dict[str, Any]]) -> Any:
