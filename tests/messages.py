@@ -29,6 +29,8 @@ def _naming(parts):
 
 def _whole(part):
     """A number is not the end of a path or of a negative number."""
-    before = r"(?<![\w/-])(?<!\d[.,])" if part[:1].isdigit() else r"(?<!\w)" if re.match(r"\w", part) else ""
+    before = r"(?<!\w)(?<!\d[.,])" if re.match(r"\w", part) else ""
+    if re.fullmatch(r"\d[\d.,]*", part):
+        before = r"(?<![\w/-])(?<!\d[.,])"
     after = r"(?!\w|[.,]\d)" if re.search(r"\w\Z", part) else ""
     return before + re.escape(part) + after
