@@ -371,6 +371,22 @@ def test_foreign_files_are_refused(tmp_path):
         load_config(tmp_path)
 
 
+def test_an_architecture_that_transformers_does_not_read_is_not_called_damaged(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "recurrent.gguf"
+    w = gguf.GGUFWriter(path, "rwkv6")
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    with raises(SpecError, "recurrent.gguf", "rwkv6", "config.json") as refusal:
+        load_config(path)
+    assert "download" not in str(refusal.value)
+    path.write_bytes(path.read_bytes()[:40])
+    with raises(SpecError, "recurrent.gguf", "download"):
+        load_config(path)
+
+
 def test_gguf_metadata_is_enough_and_is_parsed_once(tmp_path, monkeypatch):
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "tiny.gguf"

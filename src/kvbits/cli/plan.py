@@ -294,11 +294,11 @@ def _memory(found: Plan, room: Room) -> str:
 
 
 def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
-    counted = (
+    columns = (
         "GB is 10**9 bytes. The columns bits/element and bytes/token are for long contexts. The columns total and bits"
         " held also count whole pages and the tokens that stay in 16 bits or have finer copies."
     )
-    notes = [counted, *_layers_left_out(found, ref)]
+    notes = [columns, *_layers_left_out(found, ref)]
     if found.engine == "vllm":
         notes += _in_vllm(found)
     notes += [*_budget(found, room), *_longest(found, ref), *_of_presets(found, ref), *_short_sequences(found)]
