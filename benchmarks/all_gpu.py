@@ -394,8 +394,8 @@ def points(environment: Mapping[str, str]) -> list[Part]:
             judged(f"ruler-{n}", f"{ruler} --contexts {n} --repeats {repeats}", f"ruler-{n}", 300, *book)
             for n, repeats in asked
         ),
-        judged("answers", "--tasks gsm8k,humaneval --batch-size 64", "answers", 500, *problems),
-        judged("sampled", "--tasks gsm8k --draws 3 --batch-size 64", "sampled", 900, *problems),
+        judged("answers", "--tasks gsm8k,humaneval --batch-size 264", "answers", 300, *problems),
+        judged("sampled", "--tasks gsm8k --draws 3 --batch-size 440", "sampled", 600, *problems),
         judged("chains", chains, "chains", 900, *problems),
     ]
 
