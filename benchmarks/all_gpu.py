@@ -19,8 +19,8 @@ begins only if it ended within the time that is left when it last ran.
     KVBITS_MODELS      a folder of models (docs/results/evaluation.md): accuracy is measured on those of it
     KVBITS_TEXTS       a folder with wiki.test.raw and wiki.valid.tokens: evaluated and calibrated on; the shipped novel
                        if not given
-    KVBITS_DATA        a folder with gsm8k/test.jsonl, humaneval/HumanEval.jsonl and books/2600-0.txt: chains and
-                       tasks with right answers need it
+    KVBITS_DATA        a folder with gsm8k/test.jsonl, gsm8k/train.jsonl, humaneval/HumanEval.jsonl and
+                       books/2600-0.txt: chains and tasks with right answers need it
     KVBITS_DISK        a folder on a disk for the store's files; the folder of temporary files if not given
 
 Exit code: 0 all done, 1 something failed, 2 bad arguments or no GPU, 3 time ran out before the last part.
@@ -74,8 +74,12 @@ POINTS_MODEL = "qwen2.5-coder-1.5b-instruct"
 """The model of docs/results/points.md."""
 JUDGED = "int8_centered,kivi4,klt4,klt3,klt2"
 """Presets whose answers are judged."""
-PROBLEMS = {"gsm8k": "gsm8k/test.jsonl", "humaneval": "humaneval/HumanEval.jsonl"}
-"""Benchmark -> file below KVBITS_DATA."""
+PROBLEMS = {
+    "gsm8k": "gsm8k/test.jsonl",
+    "gsm8k_train": "gsm8k/train.jsonl",
+    "humaneval": "humaneval/HumanEval.jsonl",
+}
+"""Name of --data -> file below KVBITS_DATA."""
 LEAST = 15
 """Seconds: less time than this starts nothing."""
 
