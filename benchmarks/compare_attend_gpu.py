@@ -7,8 +7,7 @@ process.
 A cache has 4 raw sinks, packed pages and raw newest tokens: 128 of them, or 64 behind 448 tokens of copies where the
 scheme has some. Both trees read the same memory, so both must have the same formats. Outputs are compared with float64
 over the same pages before anything is timed. Times are medians of CUDA-graph replays over layers of more bytes than L2,
-the smallest of `--rounds` by turns. `compare_trials_gpu.py` gives this script patches of the tree. The last line is one
-JSON object; rows are added to --out.
+the smallest of `--rounds` by turns. The last line is one JSON object; rows are added to --out.
 """
 
 from __future__ import annotations

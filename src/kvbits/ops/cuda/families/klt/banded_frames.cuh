@@ -65,6 +65,7 @@ struct FrameRing {
     u32 q[FrameTile::ROWS][FrameTile::STRIDE];
     // of each frame of a tile and the channel pairs of the maker's steps
     float2 turns[MAKERS][FrameTile::FRAMES][D / 2 / MAKERS];
+    float2 rows[MAKERS][8];      // largest magnitude and sum of squares of a query's channels of a maker's steps
     // sums and largest numbers of a maker's channels
     float start[MAKERS][FrameTile::ROWS], largest[MAKERS][FrameTile::ROWS];
     u64 full[FRAME_TILES], empty[FRAME_TILES];
@@ -92,44 +93,63 @@ struct UnitQueries {
     float2 q[OWNED][2];
     float unit, multiplier;
 
-    DEVICE UnitQueries(const Args& a, Unit u, const InverseBasis& inverse, int columns, int maker, int lane) {
+    DEVICE UnitQueries(const Args& a, Unit u, const InverseBasis& inverse, FrameRing& ring, int columns, int maker,
+                       int lane) {
         const int g = lane / 4, c = lane % 4, index = u.block * COLS + g % columns;
         const bool inside = index < a.num_queries * a.group;
-        const u16* row = static_cast<const u16*>(a.q) + q_offset(a, u, inside ? index : 0) + 2 * c;
-        u32 words[KS][2];
+        const u16* row =
+            static_cast<const u16*>(a.q) + q_offset(a, u, inside ? index : 0) + 2 * c + maker * OWNED * 8;
+        u32 words[OWNED][2];
 #pragma unroll
-        for (int i = 0; i < 2 * KS; ++i)
+        for (int i = 0; i < 2 * OWNED; ++i)
             words[i / 2][i % 2] = *reinterpret_cast<const u32*>(row + i % 2 * (D / 2) + i / 2 * 8);
         const bool real = inside && position_of(a, u, g % columns) >= 0;
-        float largest = 0.f, sum = 0.f;
+        float2 mine = {};
         bool finite = true;
 #pragma unroll
-        for (int i = 0; i < 2 * KS; ++i) {
-            u32& w = words[i / 2][i % 2];
-            w = real ? w : 0;
-            const float2 x = two(w);
+        for (int i = 0; i < 2 * OWNED; ++i) {
+            const float2 x = two(real ? words[i / 2][i % 2] : 0);
+            q[i / 2][i % 2] = x;
             finite &= fabsf(x.x) <= 3.4e38f && fabsf(x.y) <= 3.4e38f;
-            largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+            mine.x = fmaxf(mine.x, fmaxf(fabsf(x.x), fabsf(x.y)));
         }
-        finite = (__ballot_sync(ALL_LANES, finite) >> g * 4 & 15) == 15;  // a column that is not spoils no other
+        mine.x = finite ? mine.x : -negative_infinity();
+        for (int mask = 1; mask < 4; mask *= 2) mine.x = fmaxf(mine.x, __shfl_xor_sync(ALL_LANES, mine.x, mask));
+        const float own_down = power_of_two(-exponent(mine.x));
+#pragma unroll
+        for (int i = 0; i < 2 * OWNED; ++i) {
+            const float2 x = q[i / 2][i % 2], y = {x.x * own_down, x.y * own_down};
+            mine.y += y.x * y.x + y.y * y.y;
+        }
+        for (int mask = 1; mask < 4; mask *= 2) mine.y += __shfl_xor_sync(ALL_LANES, mine.y, mask);
+        if (c == 0) ring.rows[maker][g] = mine;
+        sync_threads<2>(MAKERS * 32);
+        float2 parts[MAKERS];
+        float largest = 0.f, sum = 0.f;
+        for (int m = 0; m < MAKERS; ++m) {
+            parts[m] = ring.rows[m][g];
+            largest = fmaxf(largest, parts[m].x);
+        }
+        finite = largest <= 3.4e38f;  // a column that is not spoils no other
         largest = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(finite ? largest : 0.f)));
-        const int e = largest > 1e-30f ? min(exponent_of(largest), 126) : 0;
+        const int e = exponent(largest);
+        for (int m = 0; m < MAKERS; ++m)
+            sum += parts[m].y * power_of_two(min(max(2 * (exponent(parts[m].x) - e), -126), 126));
+        sum = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(finite ? sum : 0.f)));
         const float down = power_of_two(-e);
 #pragma unroll
-        for (int i = 0; i < 2 * KS; ++i) {
-            const float2 x = two(words[i / 2][i % 2]), y = {x.x * down, x.y * down};
-            sum += y.x * y.x + y.y * y.y;
-            if (i / 2 / OWNED == maker) q[i / 2 % OWNED][i % 2] = y;
+        for (int i = 0; i < 2 * OWNED; ++i) {
+            float2& x = q[i / 2][i % 2];
+            x = {x.x * down, x.y * down};
         }
-        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-        sum = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(finite ? sum : 0.f)));
         // No number's square passes sum * norm: they come to 2**12 at most, and fit float16 with the shift of a plane.
         const float bound = sum * inverse.norm;
         const int shift = bound > 1e-30f ? 12 - ((exponent_of(bound) + 2) >> 1) : 0;
         multiplier = power_of_two(shift);
         unit = power_of_two(-shift) * inverse.unit * power_of_two(e);
     }
+    /// Exponent of the power of two that numbers up to `largest` are divided by.
+    static DEVICE int exponent(float largest) { return largest > 1e-30f ? min(exponent_of(largest), 126) : 0; }
     static DEVICE float2 two(u32 w) {
         if (Q_TYPE == BFLOAT16) return {bf16_to_float(u16(w)), bf16_to_float(u16(w >> 16))};
         return {low_f16(w), high_f16(w)};
@@ -266,7 +286,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                   to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / part.chunks_per_page;
         const int start = frame_of(Page(a, s, from).tokens.x), last = frame_of(Page(a, s, to).tokens.x);
         wait_for_previous_kernel();
-        const UnitQueries queries(a, u, inverse, columns, maker, lane);
+        const UnitQueries queries(a, u, inverse, ring, columns, maker, lane);
 #pragma unroll 1
         for (int first = start; first <= last; first += of_tile, ++number) {
             float2* of_frames = &ring.turns[maker][0][0];

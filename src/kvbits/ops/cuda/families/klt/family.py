@@ -265,5 +265,5 @@ def _makers(head_dim: int) -> tuple[int, int]:
 def _frame_ring_bytes(d: int, steps: int, warps: int, *, makers: int, tiles: int, fold: bool) -> int:
     """Return the shared memory of those warps (struct FrameRing of banded_frames.cuh), steps: of keys in the basis."""
     tile = 144 + 64 * OFFSETS + 512 * steps
-    scratch = 32 * (d + 32) + d * (64 + 4 * (16 if fold else 2)) + makers * 128
+    scratch = 32 * (d + 32) + d * (64 + 4 * (16 if fold else 2)) + makers * 192
     return -(-(tiles * (tile + 16) + scratch + 4 * warps) // 16) * 16
