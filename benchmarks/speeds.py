@@ -38,22 +38,28 @@ def _rival(data: dict[str, Any], row: dict[str, Any]) -> str:
     )
 
 
-def gpu_latest(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return preset -> shape -> the newest run's row. What was timed in an earlier format is left out."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for (scheme, shape), row in latest(_of_today(gpu_rows(folder)), ("scheme", "shape")).items():
-        found.setdefault(scheme, {})[shape] = row
-    return found
+def gpu_latest(folder: Path) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Return GPU -> preset -> shape -> the newest run's row. What was timed in an earlier format is left out."""
+    data = gpu_rows(folder)
+    known, rows = data["runs"], _of_today(data)["rows"]
+    rows = [r | {"gpu": short_name(known[r["run"]])} for r in rows]
+    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    for (gpu, scheme, shape), row in latest({"runs": known, "rows": rows}, ("gpu", "scheme", "shape")).items():
+        found.setdefault(gpu, {}).setdefault(scheme, {})[shape] = row
+    return dict(sorted(found.items()))
 
 
 def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
     """Return preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit
-    kernel of the same run.
+    kernel of the same run: on the GPU where the ratio is least.
     """
-    return {
-        scheme: {shape: row["speedup_real_cache"] for shape, row in rows.items()}
-        for scheme, rows in gpu_latest(folder).items()
-    }
+    found: dict[str, dict[str, float]] = {}
+    for of_presets in gpu_latest(folder).values():
+        for scheme, rows in of_presets.items():
+            known = found.setdefault(scheme, {})
+            for shape, row in rows.items():
+                known[shape] = min(row["speedup_real_cache"], known.get(shape, float("inf")))
+    return found
 
 
 def _of_today(data: dict[str, Any], name: str = "scheme") -> dict[str, Any]:
@@ -100,6 +106,11 @@ def card_of(run: dict[str, Any]) -> str:
     )
 
 
+def short_name(run: dict[str, Any]) -> str:
+    """Name a run's GPU in a column's width: "H100" of "NVIDIA H100 80GB HBM3"."""
+    return card_of(run).removeprefix("NVIDIA ").split(" ")[0]
+
+
 def sitting(
     data: dict[str, Any], rows: list[dict[str, Any]], enough: Callable[[list[dict[str, Any]]], bool]
 ) -> list[dict[str, Any]]:
@@ -113,16 +124,17 @@ def sitting(
 
 
 def _attention(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the speeds over the fastest 16-bit kernel; that one is a bar of 1."""
-    newest = latest(data, ("shape", "scheme"))
+    """Return the speeds over the fastest 16-bit kernel of each GPU; that one is a bar of 1."""
+    named = [r | {"gpu": card_of(data["runs"][r["run"]])} for r in data["rows"]]
+    newest = latest(data | {"rows": named}, ("gpu", "shape", "scheme"))
     found = []
-    for shape in dict.fromkeys(shape for shape, _ in newest):
-        rows = [row for (at, _), row in newest.items() if at == shape]
+    for gpu, shape in dict.fromkeys((gpu, shape) for gpu, shape, _ in newest):
+        rows = [row for (card, at, _), row in newest.items() if (card, at) == (gpu, shape)]
         bars = [{"label": r["scheme"], "value": round(r["speedup_real_cache"], 2), "kind": "kvbits"} for r in rows]
         rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in rows))
         bars.append({"label": f"16 bits ({rivals})", "value": 1.0, "kind": "stock"})
         made = [data["runs"][r["run"]] for r in rows]
-        where = f"{card_of(made[0])}, attention: {in_words(shape)}"
+        where = f"{gpu}, attention: {in_words(shape)}"
         note = (
             "Attention of one new token in a whole cache, raw newest tokens included, on"
             f" {where.replace(', attention', '')}, against the fastest 16-bit kernel timed in the same run ({rivals})."

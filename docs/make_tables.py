@@ -128,11 +128,11 @@ def numbers(benchmarks: Path) -> str:
     """Write the README's three numbers for `HEADLINE` against 16 bits at `HELD_AT` tokens: tokens in the same memory by
     arithmetic, speed of attention on a GPU at `HEADLINE_SHAPE`, and KL on the worst model; between its markers.
     """
-    faster = gpu_latest(benchmarks)[HEADLINE][HEADLINE_SHAPE]["speedup_real_cache"]
+    faster = sorted(of[HEADLINE][HEADLINE_SHAPE]["speedup_real_cache"] for of in gpu_latest(benchmarks).values())
     worst = _worst(_by_model(HEADLINE, _models_in(benchmarks, LONG)))
     parts = (
         f"**{16 / _held(HEADLINE):.1f} times** the tokens in the same memory",
-        f"**{faster:.1f} times** the speed of attention",
+        f"**{' to '.join(dict.fromkeys(f'{x:.1f}' for x in (faster[0], faster[-1])))} times** the speed of attention",
         f"**{_kl(worst)}** nats of KL divergence",
     )
     where = (
@@ -162,15 +162,15 @@ def preset_table(benchmarks: Path) -> str:
     rows, made, judged, timed, between = [], [], {}, [], {}
     for name, when in TAKEN.items():
         found = judged[name] = _by_model(name, at_length)
-        speeds = list(gpu.get(name, {}).values())
-        timed += speeds
-        ratios = [r["speedup_real_cache"] for r in speeds]
-        if within := [r["speedup_between_matmuls"] for r in speeds if "speedup_between_matmuls" in r]:
+        speeds = {card: list(presets.get(name, {}).values()) for card, presets in gpu.items()}
+        every = [r for some in speeds.values() for r in some]
+        timed += every
+        if within := [r["speedup_between_matmuls"] for r in every if "speedup_between_matmuls" in r]:
             between[name] = min(within)
         made += [run for _, c in found.values() for run in c.runs.values()]
-        made += [known[r["run"]] for r in speeds]
-        faster = f"{min(ratios):.1f}-{max(ratios):.1f}x" if ratios else UNMEASURED
-        rows.append([f"`{name}`", when, f"{_held(name):.1f}", _kl(_worst(found)) if found else UNMEASURED, faster])
+        made += [known[r["run"]] for r in every]
+        cells = [f"{_held(name):.1f}", _kl(_worst(found)) if found else UNMEASURED, *map(_range, speeds.values())]
+        rows.append([f"`{name}`", when, *cells])
     notes = [
         f"**Bits** are the size of one cached number, on average over {HELD_AT:,} tokens in heads of {HEAD_DIM}"
         " channels. Scales count, and so do the newest tokens, which stay in 16 bits.",
@@ -180,9 +180,9 @@ def preset_table(benchmarks: Path) -> str:
     if timed:
         rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in timed))
         shapes = len({r["shape"] for r in timed})
-        cards = _listed(list(dict.fromkeys(card_of(known[r["run"]]) for r in timed)))
+        cards = " or ".join(dict.fromkeys(card_of(known[r["run"]]) for r in timed))
         notes.append(
-            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) on one {cards}."
+            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) of one {cards}."
             f" The range is the worst and the best of {shapes} shapes. The speed at the top of this page is for 32"
             f" sequences of {HELD_AT:,} tokens."
         )
@@ -199,8 +199,14 @@ def preset_table(benchmarks: Path) -> str:
         )
         made += [run for name in TAKEN for run in cpu.runs.get(name, [])]
     notes.append(f"Runs: {dated(made)}.")
-    columns = ["take", "when", "bits", "worst KL", "speed"]
+    columns = ["take", "when", "bits", "worst KL", *(f"speed, {card}" for card in gpu)]
     return _between(TABLE, "\n\n".join([table(columns, rows, left=2), "\n".join(f"- {n}" for n in notes)]))
+
+
+def _range(rows: list[dict[str, Any]]) -> str:
+    """Write the least and the largest speed of a preset on one GPU."""
+    ratios = [r["speedup_real_cache"] for r in rows]
+    return f"{min(ratios):.1f}-{max(ratios):.1f}x" if ratios else UNMEASURED
 
 
 def _judged(found: dict[str, dict[str, tuple[Model, Cell]]]) -> str:
@@ -483,7 +489,9 @@ ANSWERED = ("int8_centered", "kivi4", "klt4", "klt3", "klt2")
 """Columns of answers."""
 RULER = ("ruler-4096", "ruler-8192", "ruler-16384", "ruler-32000")
 ANSWERS = (
+    ("copying-4000", "copying"),
     ("copying", "copying"),
+    ("tracking-2048", "tracking"),
     ("tracking", "tracking"),
     *((name, "ruler") for name in RULER),
     ("answers", "gsm8k"),
@@ -553,7 +561,7 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
     def cells(folders: Iterable[Path], task: str, called: str) -> list[tuple[Model, Cell]]:
         found = [x for folder in folders if folder.is_dir() for x in _found(folder, task)]
         made.extend(run for _, c in found for run in c.runs.values())
-        every.extend((called, m, c) for m, c in found)
+        every.extend((f"{called}{_distances(c.summary)}", m, c) for m, c in found)
         return found
 
     def kl(value: float) -> str:
@@ -637,12 +645,15 @@ def _answers(
         if not mine:
             continue
         (n,) = {s.get("parts", s.get("answers", s.get("problems"))) for s in mine.values()}
-        lengths = (
-            {int(kind.rpartition(":")[2]) for s in mine.values() for kind in s["by_kind"]} if task == "ruler" else {0}
-        )
-        long = max(lengths) if len(lengths) == 1 else 0
+        (distances,) = set(map(_distances, mine.values()))
         where = _called(model) if dtype == "float16" else f"{_called(model)}, {dtype}"
-        yield f"{task}{f' at {long:,}' * (long > 0)}{', sampled' * sampled}, {where}, {n:,}", mine
+        yield f"{task}{distances}{', sampled' * sampled}, {where}, {n:,}", mine
+
+
+def _distances(summary: dict[str, Any]) -> str:
+    """Name the context lengths of a task's questions: " at 8,192", " to 30,000", or nothing."""
+    lengths = {int(kind.rpartition(":")[2]) for kind in summary.get("by_kind", ())}
+    return f" {'at' if len(lengths) == 1 else 'to'} {max(lengths):,}" if lengths else ""
 
 
 def _unmeasured(every: list[tuple[str, Model, Cell]]) -> str:
