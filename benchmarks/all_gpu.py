@@ -387,19 +387,19 @@ def points(environment: Mapping[str, str]) -> list[Part]:
     ruler = "--tasks ruler --chunk 512"
     asked = ((4096, 4), (8192, 10), (16384, 10), (32000, 3))
     return [
-        judged("tracking", "--tasks tracking --contexts 512,2048,8192 --repeats 50", "tracking", 250),
+        judged("tracking", "--tasks tracking --contexts 512,2048,8192 --repeats 50 --batch-size 50", "tracking", 600),
         judged(
             "copying",
-            "--tasks copying --contexts 240,1000,4000,8000,16000,30000 --new-tokens 256 --repeats 42",
+            "--tasks copying --contexts 240,1000,4000,8000,16000,30000 --new-tokens 256 --repeats 42 --batch-size 42",
             "copying",
-            400,
+            600,
         ),
         *(
             judged(f"ruler-{n}", f"{ruler} --contexts {n} --repeats {repeats}", f"ruler-{n}", 300, *book)
             for n, repeats in asked
         ),
-        judged("answers", "--tasks gsm8k,humaneval --batch-size 264", "answers", 300, *problems),
-        judged("sampled", "--tasks gsm8k --draws 3 --batch-size 440", "sampled", 600, *problems),
+        judged("answers", "--tasks gsm8k,humaneval --batch-size 264", "answers", 500, *problems),
+        judged("sampled", "--tasks gsm8k --draws 3 --batch-size 440", "sampled", 900, *problems),
         judged("chains", chains, "chains", 900, *problems),
     ]
 

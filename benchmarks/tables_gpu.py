@@ -630,7 +630,8 @@ def beside_fp8(folder: Path) -> str:
     data, judged = run_files.read(folder / "serve_vllm.json"), run_files.read(folder / "accuracy_vllm.json")
     found = against_bf16(data)
     step, largest = found["decode", False, 48, 8192], found["decode", False, "largest"]
-    kl = {r["kv_cache_dtype"]: r for r in judged["rows"] if r["phase"] == "decode"}
+    model = max(judged["rows"], key=lambda r: judged["runs"][r["run"]]["utc"])["model"]
+    kl = {r["kv_cache_dtype"]: r for r in judged["rows"] if (r["phase"], r["model"]) == ("decode", model)}
     lines, used = [], []
     for d in (d for d in SERVED if d in step and d in largest):
         one, full, score = step[d], largest[d], kl.get("auto" if d == "bf16" else d)
@@ -643,7 +644,7 @@ def beside_fp8(folder: Path) -> str:
     made = [of["runs"][r["run"]] for of, some in sources for r in some]
     return (
         f"{table(header, lines)}\n\nLlama-3.1-8B's geometry; ratios are to bf16. KL is in nats, of"
-        f" {next(iter(kl.values()))['model']}, decoding in bfloat16. Runs: {runs.dated(made)}."
+        f" {model}, decoding in bfloat16. Runs: {runs.dated(made)}."
     )
 
 

@@ -2,11 +2,10 @@
 speculation, blocks that come back from host memory. Run by hand, one dtype a process.
 
     python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered
-    python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered --family gpt_oss --head-dim 64
-    --only eager python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered --family
-    mimo_v2_flash --head-dim 192 --only eager python tests/integrations/check_vllm_gpu.py --kv-cache-dtype
-    kvbits_int8_centered --head-dim 512 --only eager python tests/integrations/check_vllm_gpu.py --kv-cache-dtype
-    kvbits_klt4 --family mimo --only mtp
+                                                --family gpt_oss --head-dim 64 --only eager
+                                                --family mimo_v2_flash --head-dim 192 --only eager
+                                                --head-dim 512 --only eager
+                                                --kv-cache-dtype kvbits_klt4 --family mimo --only mtp
 
 The model is small and random, so the distances are noise of quantization, to be compared with those of bf16 (0.009
 between decoding and prefill) and fp8 on the same machine. What must hold is checked; every line is printed as JSON.
