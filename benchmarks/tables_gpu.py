@@ -643,8 +643,8 @@ def beside_fp8(folder: Path) -> str:
     sources = ((data, used), (judged, kl.values()))
     made = [of["runs"][r["run"]] for of, some in sources for r in some]
     return (
-        f"{table(header, lines)}\n\nLlama-3.1-8B's geometry; ratios are to bf16. KL is in nats, of"
-        f" {model}, decoding in bfloat16. Runs: {runs.dated(made)}."
+        f"{table(header, lines)}\n\nLlama-3.1-8B's geometry; ratios are to bf16. KL is that"
+        f" of {model}, in nats, decoding in bfloat16. Runs: {runs.dated(made)}."
     )
 
 

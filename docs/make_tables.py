@@ -180,9 +180,9 @@ def preset_table(benchmarks: Path) -> str:
     if timed:
         rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in timed))
         shapes = len({r["shape"] for r in timed})
-        cards = " or ".join(dict.fromkeys(card_of(known[r["run"]]) for r in timed))
+        cards = " or one ".join(dict.fromkeys(card_of(known[r["run"]]) for r in timed))
         notes.append(
-            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) of one {cards}."
+            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) on one {cards}."
             f" The range is the worst and the best of {shapes} shapes. The speed at the top of this page is for 32"
             f" sequences of {HELD_AT:,} tokens."
         )
