@@ -90,13 +90,14 @@ def words(argv: Sequence[str]) -> list[str]:
     """Return a command's words with this machine's folders left out of absolute paths, also of NAME=PATH; the program
     by its name.
     """
-    found = [_without_folder(w) for w in argv]
+    found = [without_folder(w) for w in argv]
     if found and found[0] in ("__main__.py", "kvbits", "-c", "-m"):
         found[0] = "kvbits"
     return found
 
 
-def _without_folder(word: str) -> str:
+def without_folder(word: str) -> str:
+    """Return an absolute path's last name, also of NAME=PATH; other words as they are."""
     name, equals, path = word.rpartition("=")
     return f"{name}{equals}{os.path.basename(path.rstrip('/'))}" if os.path.isabs(path) else word
 
