@@ -701,7 +701,10 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
     every = parts(machine.environment)
     unknown = [n for n in [*(args.only or []), *args.skip] if not any(fnmatchcase(p.name, n) for p in every)]
     if unknown:
-        parser.error(f"no part is called {', '.join(unknown)}; parts: {', '.join(p.name for p in every)}")
+        parser.error(
+            f"no part is called {', '.join(unknown)}; parts: {', '.join(p.name for p in every)}. Accuracy needs"
+            f" KVBITS_MODELS, and points-.. need KVBITS_DATA, too, and {POINTS_MODEL} among the models"
+        )
     chosen = [
         p
         for p in every

@@ -107,8 +107,8 @@ def card_of(run: dict[str, Any]) -> str:
 
 
 def short_name(run: dict[str, Any]) -> str:
-    """Name a run's GPU in a column's width: "H100" of "NVIDIA H100 80GB HBM3"."""
-    return card_of(run).removeprefix("NVIDIA ").split(" ")[0]
+    """Name a run's GPU in a column's width: "H100" of "NVIDIA H100 80GB HBM3", but "H100 PCIe" of another card."""
+    return re.split(r" \d+GB", card_of(run).removeprefix("NVIDIA "))[0]
 
 
 def sitting(

@@ -97,7 +97,7 @@ def short(shape: str) -> str:
 
 def decode(folder: Path) -> str:
     """Write the table of whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time;
-    presets that README does not name where they are of the newest commit.
+    presets that README does not name where they are of the newest commit. A card whose `raw` was not timed has none.
     """
     data = run_files.joined(sorted(folder.glob("attend_decode*.json")))
     newest = run_files.latest(
@@ -109,6 +109,8 @@ def decode(folder: Path) -> str:
         if key[0] in (*PRESETS, *OTHERS) and not run_files.outdated(key[0], data["runs"][r["run"]])
     }
     shapes = list(dict.fromkeys(shape for name, shape in rows if name == "raw"))
+    if not shapes:
+        return ""
     newest_run = max((rows["raw", s]["run"] for s in shapes), key=lambda r: data["runs"][r]["utc"])
     commit = data["runs"][newest_run]["commit"]
     rows = {key: r for key, r in rows.items() if key[0] in PRESETS or data["runs"][r["run"]]["commit"] == commit}
@@ -626,10 +628,16 @@ def accuracy(folder: Path) -> str:
 
 
 def beside_fp8(folder: Path) -> str:
-    """Write the table of vLLM's own caches and ours: bytes, tokens, speed, and accuracy where a GPU measured it."""
+    """Write the table of vLLM's own caches and ours: bytes, tokens, speed, and accuracy where a GPU measured it; nothing
+    where it did not serve.
+    """
+    if not (folder / "serve_vllm.json").exists():
+        return ""
     data, judged = run_files.read(folder / "serve_vllm.json"), run_files.read(folder / "accuracy_vllm.json")
     found = against_bf16(data)
-    step, largest = found["decode", False, 48, 8192], found["decode", False, "largest"]
+    step, largest = found.get(("decode", False, 48, 8192)), found.get(("decode", False, "largest"))
+    if not (step and largest and judged["rows"]):
+        return ""
     model = max(judged["rows"], key=lambda r: judged["runs"][r["run"]]["utc"])["model"]
     kl = {r["kv_cache_dtype"]: r for r in judged["rows"] if (r["phase"], r["model"]) == ("decode", model)}
     lines, used = [], []

@@ -20,11 +20,11 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import tables_gpu  # noqa: E402
 from run_files import outdated, read  # noqa: E402
-from speeds import card_of, complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
+from speeds import GPU, card_of, complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
 from table_tools import tools_table  # noqa: E402
 
 from kvbits import planner, schemes  # noqa: E402
-from kvbits.errors import SpecError, counted  # noqa: E402
+from kvbits.errors import DataError, SpecError, counted  # noqa: E402
 from kvbits.evaluate import MAX_KL, MAX_PPL_CHANGE  # noqa: E402
 from kvbits.evaluate.fidelity import DECODING_CHUNK, DRIFT_FROM, read_raw  # noqa: E402
 from kvbits.evaluate.paired import points  # noqa: E402
@@ -127,9 +127,17 @@ UNMEASURED = "not measured"
 def numbers(benchmarks: Path) -> str:
     """Write the README's three numbers for `HEADLINE` against 16 bits at `HELD_AT` tokens: tokens in the same memory by
     arithmetic, speed of attention on a GPU at `HEADLINE_SHAPE`, and KL on the worst model; between its markers.
+
+    Raises:
+        DataError: nobody measured the speed or the KL.
     """
-    faster = sorted(of[HEADLINE][HEADLINE_SHAPE]["speedup_real_cache"] for of in gpu_latest(benchmarks).values())
-    worst = _worst(_by_model(HEADLINE, _models_in(benchmarks, LONG)))
+    of_cards = [of.get(HEADLINE, {}).get(HEADLINE_SHAPE) for of in gpu_latest(benchmarks).values()]
+    faster = sorted(row["speedup_real_cache"] for row in of_cards if row is not None)
+    found = _by_model(HEADLINE, _models_in(benchmarks, LONG))
+    if not (faster and found):
+        lacking = f"KL in {LONG}" if faster else f"speed at {HEADLINE_SHAPE} in {GPU}"
+        raise DataError(f"{benchmarks} has no {lacking} of {HEADLINE}; measure it, or name another preset")
+    worst = _worst(found)
     parts = (
         f"**{16 / _held(HEADLINE):.1f} times** the tokens in the same memory",
         f"**{' to '.join(dict.fromkeys(f'{x:.1f}' for x in (faster[0], faster[-1])))} times** the speed of attention",
@@ -635,7 +643,11 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
 def _answers(
     cells: list[tuple[Model, Cell]], task: str, sampled: bool
 ) -> Iterable[tuple[str, dict[str, dict[str, Any]]]]:
-    """Yield (what was asked, preset -> summary) of each model. All presets of a model answered as many questions."""
+    """Yield (what was asked, preset -> summary) of each model.
+
+    Raises:
+        DataError: presets of a model answered other numbers of questions, or of other lengths.
+    """
     for model, dtype in dict.fromkeys((m.name, m.facts["dtype"]) for m, _ in cells):
         mine = {
             c.scheme: c.summary
@@ -644,8 +656,13 @@ def _answers(
         }
         if not mine:
             continue
-        (n,) = {s.get("parts", s.get("answers", s.get("problems"))) for s in mine.values()}
-        (distances,) = set(map(_distances, mine.values()))
+        asked = {name: (s.get("parts", s.get("answers", s.get("problems"))), _distances(s)) for name, s in mine.items()}
+        if len(set(asked.values())) > 1:
+            each = ", ".join(f"{name} {n:,}{distances}" for name, (n, distances) in asked.items())
+            raise DataError(
+                f"presets of a row must answer the same questions, but {task} on {model} has {each}; measure them alike"
+            )
+        n, distances = next(iter(asked.values()))
         where = _called(model) if dtype == "float16" else f"{_called(model)}, {dtype}"
         yield f"{task}{distances}{', sampled' * sampled}, {where}, {n:,}", mine
 

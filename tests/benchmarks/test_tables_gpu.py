@@ -131,6 +131,17 @@ def test_each_card_has_a_table_the_newest_first(results, tmp_path):
     assert order == sorted(order)
 
 
+@pytest.mark.parametrize("served", [False, True])
+def test_a_card_without_what_a_table_compares_has_none(served, results):
+    judged = {"run": "a", "phase": "decode", "model": "m", "kv_cache_dtype": "auto", "kl": 0.1}
+    results("accuracy_vllm.json", {"a": ("s", 1)}, [judged])
+    klt4 = {"run": "a", "scheme": "klt4", "shape": "B=1 H=32/8 T=32768 D=128", "time_us": 1, "speedup_real_cache": 2.0}
+    results("attend_decode.json", {"a": ("s", 1)}, [klt4])
+    if served:
+        results("serve_vllm.json", {"a": ("s", 1)}, [])
+    assert tables_gpu.BLOCKS["beside_fp8"]() == tables_gpu.BLOCKS["decode"]() == ""
+
+
 def test_a_cold_load_has_its_own_share(results):
     seconds = {"stock": 0.5, "computed": 0.8, "loaded": 0.1, "loaded_whole": 0.2, "loaded_cold": 0.25}
     row = {

@@ -21,7 +21,8 @@ from ops.test_cuda_kvquant import direct, of, static
 from kvbits import schemes
 from kvbits.ops.cuda.engine import launch
 from kvbits.ops.reference import close as close_reference
-from kvbits.quant.basis import completed
+from kvbits.quant.basis import completed, hadamard
+from kvbits.quant.scales import steps
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = needs_emulation
@@ -381,6 +382,26 @@ def test_queries_that_a_basis_takes_out_lose_nothing(emulated):
     assert relative_error(out, call.want()[0]) < LIMIT
     q[:, :, 1] = torch.nan
     assert torch.equal(plan.run(q, 0)[:, :, [0, 2, 3, 4, 5]], out[:, :, [0, 2, 3, 4, 5]])
+
+
+def test_tiny_queries_overflow_no_operand(emulated):
+    """All but one number just below 1e-30, along a direction of the basis that operands multiply most."""
+    key, value = of("klt3").values()
+    d, bands = 256, (6,) * 8 + (5,) * 8
+    formats = {
+        "key": dataclasses.replace(key, bands=bands, center=None),
+        "value": dataclasses.replace(value, bands=(3,) * 16),
+    }
+    call = make(Case(**formats, lengths=(333,), head_dim=d, group=8, heads=1), "cpu")
+    static = call.stores[0].static
+    basis = hadamard(torch.eye(d)) / steps(formats["key"], d)
+    static.update(completed(static | {"k_basis": basis[None]}, static["k_inv_freq"]))
+    q = 0.998e-30 * static["k_inverse"][0, 251].sign()
+    for first in (0, d // 2):  # what one warp loads
+        q[first : first + d // 4] = 0
+    q[0] = 1.011e-30
+    call.q[:] = q
+    check(call)
 
 
 @pytest.mark.parametrize("emulated", [(8, 0)], indirect=True, ids=["sm_80"])

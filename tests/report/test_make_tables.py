@@ -13,14 +13,14 @@ import make_tables as tables
 import pytest
 from messages import mentions, raises
 from run_files import outdated
-from speeds import gpu_latest, gpu_speeds, in_words, kernel_groups
+from speeds import gpu_latest, gpu_speeds, in_words, kernel_groups, short_name
 from tails_file import tails_of
 
 from kvbits import schemes
-from kvbits.errors import SpecError
+from kvbits.errors import DataError, SpecError
 from kvbits.evaluate.results import dumps, read
 from kvbits.report import plan_page
-from kvbits.report.collect import collect
+from kvbits.report.collect import Cell, Model, collect
 from kvbits.report.markdown import recommended
 from kvbits.report.page import page_data
 from kvbits.runs import FIELDS
@@ -453,6 +453,37 @@ def test_speeds_of_two_gpus_stay_apart(tmp_path):
     assert {card: of["int4"]["a"]["speedup_real_cache"] for card, of in found.items()} == {"H100": 3.0, "H200": 2.5}
     assert gpu_speeds(tmp_path) == {"int4": {"a": 2.5}}
     assert len(kernel_groups(tmp_path)) == 2
+
+
+def test_names_of_gpus_keep_unlike_cards_apart():
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090", "NVIDIA H200")
+    assert [short_name({"gpu": {"name": name}}) for name in names] == ["H100", "H100 PCIe", "GeForce RTX 4090", "H200"]
+
+
+def test_the_numbers_leave_out_a_gpu_without_the_headline(monkeypatch, tmp_path):
+    with pytest.raises(DataError):
+        tables.numbers(tmp_path)
+    row = {"speedup_real_cache": 2.5}
+    cards = {"A": {}, "B": {tables.HEADLINE: {tables.HEADLINE_SHAPE: row}}, "C": {tables.HEADLINE: {"other": row}}}
+    monkeypatch.setattr(tables, "gpu_latest", lambda folder: cards)
+    assert "**2.5 times** the speed" in tables.numbers(tables.BENCHMARKS)
+    with pytest.raises(DataError):
+        tables.numbers(tmp_path)
+
+
+def test_presets_that_answered_unlike_questions_are_refused():
+    model = Model("tiny", {"dtype": "float16"}, {})
+
+    def cell(scheme, parts, kind):
+        summary = {"parts": parts, "by_kind": {kind: {}}}
+        return Cell(scheme=scheme, kind="packed", info={}, settings={}, summary=summary, items={}, runs={})
+
+    alike = [(model, cell(scheme, 20, "words:512")) for scheme in ("klt4", "klt3")]
+    ((what, mine),) = tables._answers(alike, "copying", False)
+    assert "at 512" in what and list(mine) == ["klt4", "klt3"]
+    for other in (cell("klt2", 40, "words:512"), cell("klt2", 20, "words:1000")):
+        with pytest.raises(DataError, match="klt2"):
+            list(tables._answers([*alike, (model, other)], "copying", False))
 
 
 def _two_models(results, *cells):

@@ -149,7 +149,7 @@ struct UnitQueries {
         unit = power_of_two(-shift) * inverse.unit * power_of_two(e);
     }
     /// Exponent of the power of two that numbers up to `largest` are divided by.
-    static DEVICE int exponent(float largest) { return largest > 1e-30f ? min(exponent_of(largest), 126) : 0; }
+    static DEVICE int exponent(float largest) { return max(-126, min(exponent_of(largest), 126)); }
     static DEVICE float2 two(u32 w) {
         if (Q_TYPE == BFLOAT16) return {bf16_to_float(u16(w)), bf16_to_float(u16(w >> 16))};
         return {low_f16(w), high_f16(w)};
