@@ -79,7 +79,7 @@ def _masked(
     real = (positions >= 0)[..., None, None]  # padding may hold anything, also what 0 times is no number
     q, k, v = (torch.where(real, x, 0) for x in (q, k, v))
     bias = torch.zeros(seen.shape, dtype=q.dtype, device="cpu").masked_fill_(~seen, -torch.inf)[:, None]
-    out, lse = flash(*(_by_head(x) for x in (q, k, v)), scaling, bias)
+    out, lse = flash(_by_head(q), _by_head(k), _by_head(v), scaling, bias)
     out = out.transpose(1, 2).to(_dtype_of_results(q))
     return out, lse.transpose(1, 2).float().masked_fill(~seen.any(-1)[..., None], -torch.inf)
 
