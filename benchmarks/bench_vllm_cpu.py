@@ -2,12 +2,15 @@
 tests/integrations/run_vllm_cpu.sh).
 
     OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py attention --shape 8x8192
+    OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py chunk --shape 2048x6144
     OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py decode --model MODEL --shape 1x2048
     4x2048 --formats raw int8_centered --rounds 1 --out FILE
 
 `attention` is a layer's part of a decoding step, storing the step's tokens and attending over pages of random numbers:
 vLLM's operators on a bf16 cache, then each format as the plugin calls it, in interleaved rounds. Outputs are checked
-first against dense attention in float32. `decode` runs engines of a model on disk, vLLM's own and one of each format
+first against dense attention in float32. `chunk` is a layer's part of a step of a prompt, whose SHAPE is fresh tokens x
+tokens before them: vLLM's operators as a whole, and the parts of each format one by one, storing, attention among fresh
+tokens, attention to the tokens before in every way that the plan may choose, and merging both. `decode` runs engines of a model on disk, vLLM's own and one of each format
 (`raw`: kvbits' kernels on 16 or 32 bits), each in a process of its own with as many threads, one after the other:
 prompts of random tokens, the first token of the first of them, the time from the last token but one of these to the
 last, then the median of the steps in which all sequences decode, and the process's largest resident memory, its cache
@@ -66,7 +69,7 @@ def static_of(layout: Any) -> dict[str, torch.Tensor]:
 def stock(
     k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
-    """Run vLLM's operators over k, v [B, N, H, D]. Return what `ours` returns."""
+    """Run vLLM's operators over k, v [B, N, H, D] with q [B, T, Hq, D], the newest tokens. Return what `ours` returns."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -79,19 +82,21 @@ def stock(
     for b in range(batch):
         slots = torch.arange(length) + b * pages * BLOCK
         ops.cpu_attn_reshape_and_cache(k[b], v[b], key, value, slots, isa)
-    lens, starts = torch.full((batch,), length, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
-    out, newest = torch.empty_like(q[:, 0]), torch.arange(batch) * pages * BLOCK + length - 1
+    count, asked = q.shape[1], q.flatten(0, 1)
+    lens, starts = torch.full((batch,), length, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32) * count
+    newest = (torch.arange(batch)[:, None] * pages * BLOCK + torch.arange(length - count, length)).flatten()
+    out, fresh = torch.empty_like(asked), [x[:, length - count : length].flatten(0, 1) for x in (k, v)]
     given = ops.cpu_attn_get_scheduler_metadata(
         batch, q.shape[2], heads, d, lens, torch.bfloat16, starts, True, -1, isa, True
     )
 
     def attend() -> None:
         ops.cpu_attention_with_kv_cache(
-            q[:, 0], key, value, out, starts, lens, d**-0.5, True, None, -1, table, 0.0, given, None
+            asked, key, value, out, starts, lens, d**-0.5, True, None, -1, table, 0.0, given, None
         )
 
     def store() -> None:
-        ops.cpu_attn_reshape_and_cache(k[:, -1], v[:, -1], key, value, newest, isa)
+        ops.cpu_attn_reshape_and_cache(*fresh, key, value, newest, isa)
 
     return out, attend, store, cache.nbytes
 
@@ -175,6 +180,92 @@ def attention(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
             "least_over_vllm": least["vllm"] / least[name],
         }
         for name in sides
+    ]
+
+
+def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Return the median of the seconds of each call, in interleaved rounds."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(x) for name, x in times.items()}
+
+
+def parts_of_chunk(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Return the parts of a layer's step of a prompt in a format, by name.
+
+    Args:
+        k, v: [1, tokens, H, D]; q: [1, T, Hq, D] of the last T of them, which follow whole pages.
+    """
+    from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE
+    from kvbits.ops import chunk_attention
+    from kvbits.ops import store as op
+    from kvbits.ops.cpu.attend import ways
+    from kvbits.ops.merge import merge
+    from kvbits.ops.types import PageStore, Table
+
+    (_, tokens, heads, d), (_, count, q_heads, _) = k.shape, q.shape
+    layout, history = FORMATS[f"kvbits_{name}"].layout(heads, d, d), tokens - count
+    pages = -(-tokens // PAGE_SIZE)
+    pool = torch.zeros(pages, heads, layout.head_bytes, dtype=torch.uint8)
+    stored, choice = PageStore(layout, (pool,), static_of(layout)), op.choose(layout, q.dtype, pool.device)
+    slots = torch.arange(tokens)
+    page, scaling = slots // PAGE_SIZE, d**-0.5
+    before = torch.where((slots % PAGE_SIZE == 0) & (page > 0), page - 1, -1)
+
+    def store(some: slice) -> None:
+        starts = (page[some] * PAGE_SIZE).int()
+        choice.run(k[0, some], v[0, some], stored, slots[some], previous=before[some], starts=starts)
+
+    store(slice(0, history))
+    own, positions = slice(history, tokens), slots[None, history:]
+    fresh = chunk_attention.choose(q, v, None)
+    result = torch.empty(1, count, q_heads, d), torch.empty(1, count, q_heads)
+    calls: dict[str, Callable[[], Any]] = {
+        "store": lambda: store(own),
+        "fresh": lambda: fresh.run(q, k[:, own], v[:, own], positions, scaling, None, None),
+    }
+    options: dict[str, Any] = {
+        "batch_size": 1,
+        "num_queries": count,
+        "num_q_heads": q_heads,
+        "dtype": q.dtype,
+        "device": pool.device,
+        "scaling": scaling,
+        "softcap": None,
+        "sliding_window": None,
+        "past_only": True,
+        "spans": False,
+    }
+    table = Table(torch.arange(pages, dtype=torch.int32)[None], torch.tensor([history], dtype=torch.int32))
+    for way, make in ways([layout], **options).items():
+        plan = make()
+        plan.bind(0, [stored])
+        plan.update([table], None, positions.int())
+        calls[f"history: {way}"] = lambda plan=plan: plan.run(q, 0, *result)  # type: ignore[misc]
+    found, out = calls["fresh"](), torch.empty_like(q)
+    return calls | {"merge": lambda: merge([found, result], into=out)}
+
+
+def chunk(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
+    import vllm  # noqa: F401
+
+    count, history = map(int, shape.split("x"))
+    torch.manual_seed(0)
+    k, v = (torch.randn(1, history + count, args.heads, args.head_dim, dtype=torch.bfloat16) for _ in "kv")
+    q = torch.randn(1, count, args.heads * args.group, args.head_dim, dtype=torch.bfloat16)
+    _, attend, store, _ = stock(k, v, q, history + count)
+    sides: dict[str, dict[str, Callable[[], Any]]] = {"vllm": {"store": store, "attend": attend}}
+    sides |= {name: parts_of_chunk(name, k, v, q) for name in args.formats}
+    calls = {f"{name}/{part}": call for name, parts in sides.items() for part, call in parts.items()}
+    found = medians(calls, args.rounds)
+    case = {"mode": "chunk", "shape": shape, "heads": args.heads, "group": args.group, "head_dim": args.head_dim}
+    return [
+        case | {"cache": name, "seconds": {part: found[f"{name}/{part}"] for part in parts}}
+        for name, parts in sides.items()
     ]
 
 
@@ -266,13 +357,13 @@ def decode(args: argparse.Namespace, threads: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("mode", choices=("attention", "decode"))
+    parser.add_argument("mode", choices=("attention", "chunk", "decode"))
     parser.add_argument("--shape", nargs="+", default=["8x8192"], help="sequences x tokens of each")
     parser.add_argument("--formats", nargs="*", default=["int8_centered", "int4", "klt4"])
     parser.add_argument("--heads", type=int, default=8, help="kv heads")
     parser.add_argument("--group", type=int, default=4, help="query heads per kv head")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=12, help="of attention; pairs of engines")
+    parser.add_argument("--rounds", type=int, default=12, help="of attention and of parts of a chunk; pairs of engines")
     parser.add_argument("--model", type=Path, help="folder of a model, for decode")
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--tokens", type=int, default=24, help="decoded by each sequence")
@@ -294,7 +385,8 @@ def main() -> None:
     if args.mode == "decode":
         decode(args, threads)
         return
-    append([row for shape in args.shape for row in attention(args, shape)], args.out, threads=threads)
+    run = chunk if args.mode == "chunk" else attention
+    append([row for shape in args.shape for row in run(args, shape)], args.out, threads=threads)
 
 
 if __name__ == "__main__":

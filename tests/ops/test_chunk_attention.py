@@ -95,12 +95,14 @@ def test_blocks_and_cuts_of_any_size_are_one_attention(window, softcap, padding,
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("attend_fresh", [cpu.attend_fresh, reference.attend_fresh])
-def test_a_half_precision_chunk_has_float32_results(attend_fresh, window, dtype):
-    q, k, v = chunk(dtype=dtype)
-    out, lse = attend_fresh(q, k, v, torch.arange(40)[None], 0.3, window, None)
-    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
-    want = dense_attention(q[0], k[0], v[0], list(range(40)), 0.3, window)
+def test_a_half_precision_chunk_has_results_as_precise_as_its_kernel(attend_fresh, padding, window, dtype):
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) for x in chunk(dtype=dtype))
+    positions = torch.cat([torch.arange(40), torch.full((padding,), -1)])[None]
+    out, lse = (x[:, :40] for x in attend_fresh(q, k, v, positions, 0.3, window, None))
+    assert (out.dtype, lse.dtype) == (dtype if attend_fresh is cpu.attend_fresh else torch.float32, torch.float32)
+    want = dense_attention(*(x[0, :40] for x in (q, k, v)), list(range(40)), 0.3, window)
     torch.testing.assert_close(out[0].double(), want[0], rtol=0, atol=3 * torch.finfo(dtype).eps)
     torch.testing.assert_close(lse[0].double(), want[1], rtol=0, atol=3 * torch.finfo(dtype).eps)
 

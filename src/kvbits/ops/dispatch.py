@@ -34,7 +34,7 @@ BACKENDS = {
     "store": ("cpu", "cuda", "reference"),
     "close": ("cpu", "cuda", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
-    "merge": ("cuda", "reference"),
+    "merge": ("cpu", "cuda", "reference"),
     "unpack": ("cpu", "cuda", "reference"),
 }
 FUNCTIONS = {

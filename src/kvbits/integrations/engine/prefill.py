@@ -9,8 +9,10 @@ count it. On a CPU, where `Call.attend` is None, a plan of `ops.attend` reads hi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ import torch
 from ...ops import chunk_attention
 from ...ops.attend import Attention
 from ...ops.long_queries import ENTRY, MAX_ROWS, POSITION, SEQUENCE, VISIBLE, Histories, Scratch, pages_of
-from ...ops.merge import merge
+from ...ops.merge import Partial, merge
 from ...ops.types import PageStore, Table
 from ...spec import PageLayout
 from .call import Call, Sink
@@ -63,6 +65,23 @@ def history_of(history: np.ndarray, block_table: torch.Tensor, window: int | Non
     return Table(block_table, *numbers)
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A row of a step on a CPU.
+
+    Attributes:
+        tokens: of the step's prompts.
+        positions: int64 [1, tokens].
+        past: attention to its history; None without one.
+        result: what `past` writes, in memory that all layers share.
+    """
+
+    tokens: slice
+    positions: torch.Tensor
+    past: Attention | None = None
+    result: Partial | None = None
+
+
 class Prefill:
     """Attention of the rows of a step that do not decode.
 
@@ -97,16 +116,19 @@ class Prefill:
             layouts = _by_part(call.layouts)
             tables = [history_of(seq_lens - query_lens, block_table, call.sliding_window)]
         self._call, self._histories = call, None
-        self._rows: list[tuple[slice, torch.Tensor, Attention | None]] = []  # on a CPU: tokens, positions, history
+        self._rows: list[_Row] = []  # on a CPU
         if call.attend is None:
             pages, ends = pages_of(layouts[:1], tables), np.cumsum(query_lens)
             for row, (n, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
                 history = _tables(block_table[row], pages[pages[:, SEQUENCE] == row], formats)
-                positions, past = torch.arange(length - n, length)[None], None
+                found = _Row(slice(int(ends[row]) - n, int(ends[row])), torch.arange(length - n, length)[None])
                 if history:
-                    past = call.plan(layouts, positions.device, batch_size=1, num_queries=n, spans=True, past_only=True)
-                    past.update(history, positions=positions.int())
-                self._rows.append((slice(int(ends[row]) - n, int(ends[row])), positions, past))
+                    device, shape = found.positions.device, (1, n, call.num_heads)
+                    past = call.plan(layouts, device, batch_size=1, num_queries=n, spans=True, past_only=True)
+                    past.update(history, positions=found.positions.int())
+                    result = torch.empty(*shape, call.layout.value_head_dim, dtype=past.result_dtype)
+                    found = dataclasses.replace(found, past=past, result=(result, torch.empty(shape)))
+                self._rows.append(found)
             return
         self._histories = Histories(
             layouts, tables, query_lens, call.dtype, block_table.device, call.scratch.rows, own=True, copies=formats
@@ -128,14 +150,15 @@ class Prefill:
         if self._histories is not None and call.attend is not None:
             dense = functools.partial(call.attend, call)
             self._histories.run(stores, q, out, dense, call.scratch, own=(k, v), others=others)
-        for tokens, positions, past in self._rows:
-            mine, keys, values, into = (x[None, tokens] for x in (q, k, v, out))
+        for row in self._rows:
+            mine, keys, values, into = (x[None, row.tokens] for x in (q, k, v, out))
             fresh = chunk_attention.choose(mine, values, call.softcap)
-            found = [fresh.run(mine, keys, values, positions, call.scaling, call.sliding_window, call.softcap), *others]
-            if past is not None:
-                past.bind(0, stores)
-                result, lse = torch.empty_like(into, dtype=past.result_dtype), torch.empty(mine.shape[:3])
-                found.append((past.run(mine, 0, out=result, lse=lse), lse))
+            factors = call.scaling, call.sliding_window, call.softcap
+            found = [fresh.run(mine, keys, values, row.positions, *factors), *others]
+            if row.past is not None and row.result is not None:
+                row.past.bind(0, stores)
+                row.past.run(mine, 0, out=row.result[0], lse=row.result[1])
+                found.append(row.result)
             if len(found) == 1:
                 into.copy_(found[0][0])
             else:

@@ -5,6 +5,8 @@ A sliding window is blocks of queries with the keys that these see.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..chunk_attention import check_chunk, refuses_flash, without_padding
@@ -52,7 +54,13 @@ def attend_fresh(
     if q.shape[1] <= MASKED and bool((positions < 0).any()):
         check_chunk(q, k, v, positions)
         return _masked(q, k, v, positions, scaling, sliding_window)
-    return without_padding(lambda q, k, v: _causal(q, k, v, scaling, sliding_window), q, k, v, positions)
+    causal = functools.partial(_causal, scaling=scaling, sliding_window=sliding_window)
+    return without_padding(causal, q, k, v, positions, _dtype_of_results(q))
+
+
+def _dtype_of_results(q: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which results of queries are given: that of the kernel, at most float32."""
+    return torch.float32 if q.dtype == torch.float64 else q.dtype
 
 
 def _masked(
@@ -71,20 +79,20 @@ def _masked(
     real = (positions >= 0)[..., None, None]  # padding may hold anything, also what 0 times is no number
     q, k, v = (torch.where(real, x, 0) for x in (q, k, v))
     bias = torch.zeros(seen.shape, dtype=q.dtype, device="cpu").masked_fill_(~seen, -torch.inf)[:, None]
-    group = q.shape[2] // k.shape[2]
-    out, lse = flash(_dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group), scaling, bias)
-    return out.transpose(1, 2).float(), lse.transpose(1, 2).float().masked_fill(~seen.any(-1)[..., None], -torch.inf)
+    out, lse = flash(_by_head(q), _by_head(k), _by_head(v), scaling, bias)
+    out = out.transpose(1, 2).to(_dtype_of_results(q))
+    return out, lse.transpose(1, 2).float().masked_fill(~seen.any(-1)[..., None], -torch.inf)
 
 
 def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sliding_window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
-    q, k, v = _dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group)
+    tokens = q.shape[1]
+    q, k, v = (_by_head(x) for x in (q, k, v))
     if sliding_window is None or tokens <= sliding_window:
         out, lse = flash(q, k, v, scaling, causal=True)
-        return out.transpose(1, 2).float(), lse.transpose(1, 2).float()
-    out = torch.empty(*q.shape[:2], tokens, v.shape[3], device="cpu")
+        return out.transpose(1, 2).to(_dtype_of_results(q)), lse.transpose(1, 2).float()
+    out = torch.empty(*q.shape[:2], tokens, v.shape[3], dtype=_dtype_of_results(q), device="cpu")
     lse = torch.empty(q.shape[:3], device="cpu")
     # The first window sees all that is older.
     old = slice(0, sliding_window)
@@ -100,14 +108,9 @@ def _causal(
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _of_query_heads(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Return keys or values [B, T, H, D] as [B, Hq, T, D], rows dense."""
+def _by_head(x: torch.Tensor) -> torch.Tensor:
+    """Return x [B, T, heads, D] as [B, heads, T, D], rows dense: the operator reads them so, and does not check."""
     x = x.transpose(1, 2)
-    return x.repeat_interleave(group, 1) if group > 1 else _dense(x)
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x with dense rows: the operator reads them so, and does not check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -15,7 +15,11 @@ def flash(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out [B, H, n, D] in q's dtype, lse [B, H, n]) of q [B, H, n, D] and k, v [B, H, m, D]; rows dense."""
+    """Return attention of q [B, Hq, n, D] to k, v [B, H, m, D] with Hq a multiple of H; rows dense.
+
+    Returns:
+        out [B, Hq, n, D] in q's dtype, and lse [B, Hq, n].
+    """
     out, lse = operator(CPU)(q, k, v, 0.0, causal, attn_mask=mask, scale=scaling)
     return out, lse
 
@@ -37,6 +41,7 @@ def attention(
     rows = q.unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
     out, lse = flash(rows, k.transpose(1, 2), v.transpose(1, 2), scaling)
     lse = lse.float()
-    if (bad := ~torch.isfinite(rows).all(-1)).any():
+    if not rows.sum(dtype=torch.float32).isfinite():  # one pass; a sum may also overflow
+        bad = ~torch.isfinite(rows).all(-1)
         out, lse = out.masked_fill(bad[..., None], torch.nan), lse.masked_fill(bad, torch.nan)
     return tuple(x.unflatten(2, (tokens, -1)).transpose(1, 2).flatten(2, 3) for x in (out, lse))

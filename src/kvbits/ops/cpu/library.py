@@ -22,7 +22,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 25
+ABI_VERSION = 26
 LIBRARY_NAME = "libkvbits_cpu.so"
 TIERS = ("amx", "avx512", "avx2", "neon", "generic", "amx_emulated")
 TILE_TIERS = ("amx", "amx_emulated")
@@ -187,6 +187,36 @@ class UnpackStruct(Structure):
     ]
 
 
+class PartialStruct(Structure):
+    """`kvbits_partial`."""
+
+    _fields_ = [
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("out_stride", c_int64 * 3),
+        ("lse_stride", c_int64 * 3),
+        ("dtype", c_int64),
+    ]
+
+
+class MergeStruct(Structure):
+    """`kvbits_merge_call`."""
+
+    _fields_ = [
+        ("parts", c_void_p),
+        ("num_parts", c_int32),
+        ("batch", c_int32),
+        ("num_tokens", c_int32),
+        ("num_heads", c_int32),
+        ("head_dim", c_int32),
+        ("dtype", c_int32),
+        ("num_threads", c_int32),
+        ("out", c_void_p),
+        ("out_stride", c_int64 * 3),
+        ("lse", c_void_p),
+    ]
+
+
 def _candidates() -> list[Path]:
     if named := os.environ.get("KVBITS_CPU_LIBRARY"):
         return [Path(named)]
@@ -229,6 +259,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
     lib.kvbits_store_tokens.argtypes = [POINTER(StoreCall)]
     lib.kvbits_unpack.argtypes = [POINTER(UnpackStruct)]
+    lib.kvbits_merge.argtypes = [POINTER(MergeStruct)]
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
         return (

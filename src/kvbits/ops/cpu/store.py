@@ -50,13 +50,13 @@ def store(
     """Write tokens in place, see `ops.store`. Copies nothing where the tensors' last dims are dense."""
     check(k, v, pages, slots, previous, starts, status)
     layout = pages.layout
-    if layout.is_centered and not (slots.numpy() % layout.page_size).all():
-        opening = open_pages(k, v, pages, slots, previous)
-        if any(opening):
-            return note(opening, k, v, layout, status)
+    if layout.is_centered and (opening := _opened_in_part(slots, previous, layout.page_size)) is not None:
+        found = open_pages(k, v, pages, opening, previous)
+        if any(found):
+            return note(found, k, v, layout, status)
     k, v = k if k.stride(-1) == 1 else k.contiguous(), v if v.stride(-1) == 1 else v.contiguous()
     batch, count, heads, _ = (1, *k.shape)[-4:]
-    found = None if status is not None or layout.is_raw else _Status()
+    judged = None if status is not None or layout.is_raw else _Status()
     call = library.StoreCall(
         ctypes.addressof(store_struct(pages)),
         slots.data_ptr(),
@@ -75,8 +75,8 @@ def store(
     )
     if status is not None:
         call.status = status.data_ptr()
-    elif found is not None:
-        call.status = ctypes.addressof(found)
+    elif judged is not None:
+        call.status = ctypes.addressof(judged)
     if layout.key.needs_rotary:
         assert starts is not None
         require_basis(pages)
@@ -91,5 +91,24 @@ def store(
             len(of_pages),
         )
     library.check(library.library().kvbits_store_tokens(call))
-    if found is not None:
-        settle(layout, k, v, found[:])
+    if judged is not None:
+        settle(layout, k, v, judged[:])
+
+
+def _opened_in_part(slots: torch.Tensor, previous: torch.Tensor | None, page_size: int) -> torch.Tensor | None:
+    """Return the slots by which `open_pages` finds the means that the kernels do not make, others -1, or None.
+
+    Kernels take the mean of a page whose tokens all follow each other in the call. The mean of a page that opens and
+    does not fill comes from the page before it, whose slots are kept, too.
+    """
+    at = slots.numpy()
+    first = np.flatnonzero((at >= 0) & (at % page_size == 0))
+    places = first[:, None] + np.arange(page_size)
+    whole = at[np.minimum(places, len(at) - 1)] == at[first, None] + np.arange(page_size)
+    first = first[~whole.all(1)]
+    if not len(first):
+        return None
+    needed = at[first] // page_size
+    if previous is not None:
+        needed = np.concatenate([needed, previous.numpy()[first]])
+    return torch.from_numpy(np.where((at >= 0) & np.isin(at // page_size, needed), at, -1))

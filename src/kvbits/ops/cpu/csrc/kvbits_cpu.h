@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 25 };
+enum { KVBITS_ABI_VERSION = 26 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -142,6 +142,25 @@ typedef struct {
   int64_t stride[2][2];     // elements: row, head
 } kvbits_unpack_call;
 
+// Attention over one of several disjoint sets of keys. Strides are elements, and 0 where all sequences, tokens or heads
+// have the same numbers.
+typedef struct {
+  const void* out;        // [batch, num_tokens, num_heads, head_dim], last dim dense
+  const float* lse;       // [batch, num_tokens, num_heads], natural logarithm; -inf: no keys, and `out` is not read
+  int64_t out_stride[3];
+  int64_t lse_stride[3];
+  int64_t dtype;          // of `out`
+} kvbits_partial;
+
+// Merges attention over disjoint sets of keys.
+typedef struct {
+  const kvbits_partial* parts;
+  int32_t num_parts, batch, num_tokens, num_heads, head_dim, dtype, num_threads;
+  void* out;              // [batch, num_tokens, num_heads, head_dim], last dim dense; may be a part's
+  int64_t out_stride[3];
+  float* lse;             // [batch, num_tokens, num_heads], dense
+} kvbits_merge_call;
+
 KVBITS_EXPORT int32_t kvbits_abi_version(void);
 
 // Name of the instruction set in use ("amx", "avx512", "avx2", "neon", "generic"), and of the best one here.
@@ -166,6 +185,8 @@ KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
 KVBITS_EXPORT int32_t kvbits_store_tokens(kvbits_store_call* call);
 
 KVBITS_EXPORT int32_t kvbits_unpack(const kvbits_unpack_call* call);
+
+KVBITS_EXPORT int32_t kvbits_merge(const kvbits_merge_call* call);
 
 KVBITS_EXPORT const char* kvbits_error(int32_t code);
 

@@ -178,6 +178,7 @@ const char* kvbits_error(int32_t code) {
     case KVBITS_BAD_START:
       return "a page of keys that are turned back has no position, or one whose frame was not given";
     case KVBITS_BAD_ROWS: return "rows of unpacked pages must lie inside of what they are written to";
+    case KVBITS_BAD_PARTS: return "merging takes 1 to 64 parts in fp32, fp16 or bf16";
     case KVBITS_NO_TIER: return "KVBITS_CPU_TIER names an instruction set that this machine or build does not have";
     case KVBITS_NO_MEMORY: return "out of memory for the kernels' scratch buffers";
     default: return "unknown error";

@@ -20,6 +20,7 @@ enum Error {
   KVBITS_BAD_BANDS,
   KVBITS_BAD_START,
   KVBITS_BAD_ROWS,
+  KVBITS_BAD_PARTS,
 };
 
 const TierKernels* active_tier();

@@ -64,6 +64,7 @@ void packed_item(void* context, int64_t i, int64_t, void* scratch) {
     TokensPart part =
         part_of(call, side, head, r.row * stride[0] + r.token * stride[1] + head * stride[2], stride[1], to);
     if (part.tensor->inv_freq) part.turn_start = r.turn_start, part.start = r.start;
+    part.closes = r.count == call.store->page_size;
     part.slot = static_cast<int>(r.place);
     part.count = static_cast<int>(r.count);
     CloseResult result = {};

@@ -50,17 +50,6 @@ static const float* rows_of_block(const UnpackSide& side, const uint8_t* page, i
   return t.t->bands ? out_of_basis(w.klt, r, *t.t, side.kv_head, t.head_dim, start, token, n, stride) : r.rows[0];
 }
 
-template <int DTYPE>
-static void write_row(uint8_t* to, const float* x, int n) {
-  int i = 0;
-  for (; i + VL <= n; i += VL) {
-    const vi bits = to_bits<DTYPE>(load(x + i));
-    if (DTYPE == FLOAT32) store_int((int32_t*)to + i, bits);
-    else *(vh_mem*)(to + i * 2) = __builtin_convertvector(bits, vh_mem);
-  }
-  if (i < n) store_bits<DTYPE>(to, i, to_bits<DTYPE>(load(x + i)), n - i);
-}
-
 static void write_rows(const UnpackSide& side, int64_t first, const float* rows, int stride, int n) {
   uint8_t* to = side.to + first * side.row_bytes;
   for (int i = 0; i < n; i++, to += side.row_bytes, rows += stride) {

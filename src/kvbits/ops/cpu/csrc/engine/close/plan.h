@@ -28,6 +28,8 @@ struct PageKernels {
   size_t (*close_scratch_bytes)(int page_size, int head_dim);
   void (*store)(const TokensPart& part, void* scratch, CloseResult& result);
   const UnpackKernels* unpack;
+  // Rows `first` to `end` of a call: heads of tokens of sequences.
+  void (*merge)(const kvbits_merge_call& call, int64_t first, int64_t end);
 };
 
 const PageKernels* pages_generic();

@@ -39,6 +39,18 @@ INLINE void store_bits(void* base, int64_t i, vi bits, int n) {
   }
 }
 
+// n numbers of fp32 in another dtype.
+template <int DTYPE>
+static void write_row(uint8_t* to, const float* x, int n) {
+  int i = 0;
+  for (; i + VL <= n; i += VL) {
+    const vi bits = to_bits<DTYPE>(load(x + i));
+    if (DTYPE == FLOAT32) store_int((int32_t*)to + i, bits);
+    else *(vh_mem*)(to + i * 2) = __builtin_convertvector(bits, vh_mem);
+  }
+  if (i < n) store_bits<DTYPE>(to, i, to_bits<DTYPE>(load(x + i)), n - i);
+}
+
 INLINE bool all_finite(vf x) {
   const vi bad = ((vi)x & 0x7f800000) == splat_int(0x7f800000);
   int any = 0;
