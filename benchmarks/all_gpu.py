@@ -13,6 +13,9 @@ command that was stopped continues where it was; a part whose rows make ratios w
 over "serve-bf16") counts as done only where both were measured in one session, on one machine. With --limit a part
 begins only if it ended within the time that is left when it last ran.
 
+Accuracy does not depend on what else runs. Parts named points-*, tails-*, accuracy-* and long-* may run in several
+commands on one GPU, each with an --out of its own, fastest through NVIDIA's MPS (nvidia-cuda-mps-control -d).
+
     KVBITS_COMMIT      the commit, where there is no .git
     KVBITS_VLLM_SITE   a folder of packages that only the parts of vLLM see; KVBITS_PEERS_SITE: only the others, such as
                        FlashAttention-3 and FlashInfer
