@@ -10,8 +10,9 @@ tests/integrations/run_vllm_cpu.sh).
 vLLM's operators on a bf16 cache, then each format as the plugin calls it, in interleaved rounds. Outputs are checked
 first against dense attention in float32. `chunk` is a layer's part of a step of a prompt, whose SHAPE is fresh tokens x
 tokens before them: vLLM's operators as a whole, and the parts of each format one by one, storing, attention among fresh
-tokens, attention to the tokens before in every way that the plan may choose, and merging both. `decode` runs engines of a model on disk, vLLM's own and one of each format
-(`raw`: kvbits' kernels on 16 or 32 bits), each in a process of its own with as many threads, one after the other:
+tokens, attention to the tokens before in every way that the plan may choose, and merging both. Outputs are checked in
+the same way. `decode` runs engines of a model on disk, vLLM's own and one of each format (`raw`: kvbits' kernels on 16
+or 32 bits), each in a process of its own with as many threads, one after the other:
 prompts of random tokens, the first token of the first of them, the time from the last token but one of these to the
 last, then the median of the steps in which all sequences decode, and the process's largest resident memory, its cache
 no larger than the sequences. Prints a JSON line, `decode` one a case; a case that FILE has is not run again.
@@ -194,8 +195,25 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float
     return {name: statistics.median(x) for name, x in times.items()}
 
 
-def parts_of_chunk(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Return the parts of a layer's step of a prompt in a format, by name.
+def exact_chunk(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return dense attention in float32; arguments as those of `parts_of_chunk`."""
+    (_, count, q_heads, _), (_, tokens, heads, _) = q.shape, k.shape
+    seen = torch.arange(tokens) <= torch.arange(tokens - count, tokens)[:, None]
+    keys, values = (x.float().transpose(1, 2).repeat_interleave(q_heads // heads, 1) for x in (k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q.float().transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2)
+
+
+def check_chunk(name: str, out: torch.Tensor, exact: torch.Tensor) -> None:
+    """Refuse a result that is further from dense attention than `WORST` allows; vLLM's as far as 8 bits."""
+    distance = float((out.float() - exact).norm() / exact.norm())
+    assert distance <= WORST.get(name, WORST["int8"]), f"{name} is {distance:.3g} from dense attention"
+
+
+def parts_of_chunk(
+    name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, exact: torch.Tensor
+) -> dict[str, Callable[[], Any]]:
+    """Return the parts of a layer's step of a prompt in a format, by name. Results are checked first.
 
     Args:
         k, v: [1, tokens, H, D]; q: [1, T, Hq, D] of the last T of them, which follow whole pages.
@@ -247,6 +265,9 @@ def parts_of_chunk(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor)
         plan.update([table], None, positions.int())
         calls[f"history: {way}"] = lambda plan=plan: plan.run(q, 0, *result)  # type: ignore[misc]
     found, out = calls["fresh"](), torch.empty_like(q)
+    for way in (call for part, call in calls.items() if part.startswith("history")):
+        way()
+        check_chunk(name, merge([found, result], into=out)[0], exact)
     return calls | {"merge": lambda: merge([found, result], into=out)}
 
 
@@ -257,9 +278,12 @@ def chunk(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     k, v = (torch.randn(1, history + count, args.heads, args.head_dim, dtype=torch.bfloat16) for _ in "kv")
     q = torch.randn(1, count, args.heads * args.group, args.head_dim, dtype=torch.bfloat16)
-    _, attend, store, _ = stock(k, v, q, history + count)
+    exact = exact_chunk(k, v, q)
+    out, attend, store, _ = stock(k, v, q, history + count)
+    attend()
+    check_chunk("vllm", out.unflatten(0, (1, -1)), exact)
     sides: dict[str, dict[str, Callable[[], Any]]] = {"vllm": {"store": store, "attend": attend}}
-    sides |= {name: parts_of_chunk(name, k, v, q) for name in args.formats}
+    sides |= {name: parts_of_chunk(name, k, v, q, exact) for name in args.formats}
     calls = {f"{name}/{part}": call for name, parts in sides.items() for part, call in parts.items()}
     found = medians(calls, args.rounds)
     case = {"mode": "chunk", "shape": shape, "heads": args.heads, "group": args.group, "head_dim": args.head_dim}
