@@ -774,14 +774,16 @@ def calculator_figures(benchmarks: Path) -> str:
     took: list[dict[str, Any]] = []
     timed = read(benchmarks / "nvidia-h200" / "generate.json")
     for (batch, context), rows in graphed(timed).items():
+        if (batch, context) not in TOKEN_SHAPES:
+            continue
         captured = {scheme: row for (scheme, mode), row in rows.items() if mode == "graph"}
         sixteen = captured.get("fa3", captured.get("raw"))  # raw pages, where FlashAttention-3 was not there
         for cache, row in {"bf16": sixteen, **{name: captured.get(name) for name in schemes.CORE}}.items():
-            run = timed["runs"][row["run"]] if row else None
-            if row and run and not outdated(cache, run) and (batch, context) in TOKEN_SHAPES:
-                cell = f"{1000 * batch / row['ms_per_token']:,.0f} ({batch} x {context:,})"
-                speed[cache] = f"{speed[cache]}, {cell}" if cache in speed else cell
-                took.append(run)
+            if row is None or outdated(cache, run := timed["runs"][row["run"]]):
+                continue
+            cell = f"{1000 * batch / row['ms_per_token']:,.0f} ({batch} x {context:,})"
+            speed[cache] = f"{speed[cache]}, {cell}" if cache in speed else cell
+            took.append(run)
     figures = {
         "loss": loss,
         "loss_from": f"kvbits eval MODEL --tasks fidelity --length {HELD_AT}; runs {dated(judged)}",

@@ -660,6 +660,13 @@ def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
     error(f"calibrate other {rest} int8_static", "'tiny'", "'other'")
     assert out.read_bytes() == before
     assert run_json(f"calibrate other {rest} int8_static --force")["model"] == "other"
+    one, same_name = tmp_path / "one" / "m", tmp_path / "two" / "m"
+    for folder in (one, same_name):
+        folder.parent.mkdir()
+        configured(folder, model_type="llama")
+    run_json(f"calibrate {one} {rest} int8_static --force")
+    error(f"calibrate {same_name} {rest} int8_static", str(one), str(same_name))
+    run_json(f"calibrate other {rest} int8_static --force")
     configured(tmp_path / "m", model_type="llama")
     refused = process(f"calibrate {tmp_path / 'm'} --out {out} --scheme klt4", "assert 'torch' not in sys.modules")
     assert refused.returncode == 2 and "'int8_static'" in refused.stderr, "before torch is imported"

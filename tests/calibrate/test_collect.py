@@ -316,8 +316,3 @@ def test_bases_of_16_bit_weights_are_measured_in_float32_where_the_cpu_multiplie
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, prompts(), schemes.get("klt4", head_dim=16))
     assert {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()} == before
-
-
-def test_a_calibration_names_its_model_without_this_machine_s_folders(model, monkeypatch):
-    monkeypatch.setattr(model.config, "_name_or_path", "/home/somebody/models/tiny", raising=False)
-    assert calibrate(model, prompts(n=2), "int8_static").info["model"] == "tiny"

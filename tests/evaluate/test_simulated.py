@@ -47,6 +47,12 @@ def both(model, scheme, by_reference=False):
     return (dataclasses.replace(packed, make=make) if by_reference else packed), simulated
 
 
+def test_a_result_names_the_calibrated_model_without_this_machine_s_folders(model, monkeypatch):
+    monkeypatch.setattr(model.config, "_name_or_path", "/home/somebody/models/tiny")
+    packed, simulated = both(model, "int8_static")
+    assert packed.info["calibration"]["model"] == simulated.info["calibration"]["model"] == "tiny"
+
+
 WANTED = [
     "raw",
     "int8",

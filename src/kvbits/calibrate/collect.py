@@ -24,7 +24,6 @@ from ..geometry import layer_geometries
 from ..integrations.identity import identity
 from ..integrations.rotary import with_rotary
 from ..progress import bar
-from ..runs import without_folder
 from ..spec import CacheSpec, LayerGeometry, QuantSpec, Scheme
 from .calibration import Calibration, fingerprint
 from .moments import Moments, warn_of
@@ -142,7 +141,7 @@ def calibrate_all(
             static,
             fingerprint(model.config, t.scheme),
             {
-                "model": without_folder(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+                "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
                 "measured_on": measured_on,
                 "scheme": t.scheme.name,
                 "percentile": _share(t.scheme.key if t.scheme.key.static else t.scheme.value, how.percentile),

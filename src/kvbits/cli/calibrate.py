@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ..calibrate.settings import Settings
 from ..errors import SpecError, counted
 from ..files import require_file
-from ..runs import without_folder
 from ..settings import names_in, setting
 from .common import OfModel, command, print_json, when_stopped
 from .output import show, tell
@@ -187,7 +186,7 @@ def _measured(
         )
         ref = ModelRef.of(lm)
     for made in found:
-        made.info["model"] = without_folder(options.model)
+        made.info["model"] = options.model
     return found, ref
 
 
@@ -334,6 +333,6 @@ def _may_replace(out: Path, model: ModelRef, scheme: str) -> None:
         old = {"scheme": info.get("scheme"), "model": info.get("model")}
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise SpecError(f"--out {out} exists and is not a calibration that could be replaced; {way_out}") from e
-    for what, new in (("scheme", scheme), ("model", without_folder(model.name))):
+    for what, new in (("scheme", scheme), ("model", model.name)):
         if old[what] != new:
             raise SpecError(f"--out {out} holds a calibration of {what} {old[what]!r}, not {new!r}; {way_out}")

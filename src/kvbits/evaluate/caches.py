@@ -26,6 +26,7 @@ from ..errors import SpecError, UnsupportedError
 from ..integrations.huggingface import KVCache
 from ..integrations.models import scheme_for
 from ..model_ref import ModelRef
+from ..runs import without_folder
 from ..spec import QuantSpec, Scheme, to_dict
 from .simulated import SimulatedCache
 
@@ -169,7 +170,10 @@ def factory(
     spec = store.spec
     head_dims = list(dict.fromkeys(g.head_dim for g in ref.layers))
     info = {"bits_per_element": spec.bits_per_element, "scheme": to_dict(scheme), "head_dims": head_dims}
-    info |= {"calibration": found.info | {"id": found.id}} if found else {}
+    if found:
+        # people send results in: they name no folder of this machine
+        known = {name: without_folder(x) if name == "model" else x for name, x in found.info.items()}
+        info["calibration"] = known | {"id": found.id}
     if not simulate:
         return CacheFactory(scheme.name, "kvbits", make, info, scheme)
     static = store.static
