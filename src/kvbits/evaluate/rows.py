@@ -20,6 +20,10 @@ from .caches import CacheFactory
 
 TEMPERATURE = 0.8
 """Temperature of sampling."""
+MOST_ENDED = 1 / 4
+"""Share of a batch's rows that may have ended before they leave it. When rows leave, page lists come back from the GPU
+and a dense cache is copied, which takes longer than a step of some rows more.
+"""
 
 
 class Rows:
@@ -110,7 +114,7 @@ def generate(
 ) -> list[list[int]]:
     """Return tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came.
 
-    Rows that ended leave the batch.
+    Rows that ended leave the batch once they are more than `MOST_ENDED` of it.
 
     Args:
         draws: random numbers of each prompt's tokens, which are sampled with them (`sampled`); greedy, if not given.
@@ -166,16 +170,20 @@ def _written(
 ) -> list[list[int]]:
     """Return the tokens that each row writes after `logits` [B, vocabulary]; arguments as those of `generate`."""
     found: list[list[int]] = [[] for _ in logits]
-    live = list(range(len(logits)))
+    held = list(range(len(logits)))  # the text that each row of the cache writes
+    live = set(held)
     while live:
-        tokens = logits.argmax(-1).tolist() if draws is None else sampled(logits, [draws[i] for i in live])
-        for i, token in zip(live, tokens, strict=True):
-            found[i].append(token)
-        going = [r for r, i in enumerate(live) if len(found[i]) < new_tokens and not stop(found[i])]
-        live = [live[r] for r in going]
+        tokens = logits.argmax(-1).tolist() if draws is None else sampled(logits, [draws[i] for i in held])
+        for i, token in zip(held, tokens, strict=True):
+            if i in live:
+                found[i].append(token)
+        live = {i for i in live if len(found[i]) < new_tokens and not stop(found[i])}
         if live:
-            rows.select(going)
-            logits = rows.feed(torch.tensor([tokens[r] for r in going])[:, None])[:, -1]
+            if len(live) < (1 - MOST_ENDED) * len(held):
+                kept = [row for row, i in enumerate(held) if i in live]
+                rows.select(kept)
+                held, tokens = [held[row] for row in kept], [tokens[row] for row in kept]
+            logits = rows.feed(torch.tensor(tokens)[:, None])[:, -1]
     return found
 
 
