@@ -531,9 +531,20 @@ def close(folder: Path) -> str:
 
 
 def chunks(folder: Path) -> str:
-    """Write the table of chunks of queries over history, microseconds."""
+    """Write the table of chunks of queries over history, microseconds: of the newest run, and of the newest one with
+    FlashAttention-3 where the former had none.
+    """
     data = run_files.read(folder / "attend_prefill.json")
-    rows = sitting(data, data["rows"], lambda some: len({r["scheme"] for r in some}) > 2)
+
+    def compares(rows: list[Row]) -> bool:
+        return len({r["scheme"] for r in rows}) > 2
+
+    last = sitting(data, data["rows"], compares)
+    best = sitting(data, data["rows"], lambda some: compares(some) and any(r["best_16_bit"] == "fa3" for r in some))
+    return "\n\n".join(_chunks(data, rows) for rows in ([best, last] if best and best != last else [last]))
+
+
+def _chunks(data: Row, rows: list[Row]) -> str:
     shapes = list(dict.fromkeys((r["batch"], r["chunk"], r["tokens"]) for r in rows))
     names = list(dict.fromkeys(r["scheme"] for r in rows))
     cell = {(r["scheme"], r["batch"], r["chunk"], r["tokens"]): r for r in rows}

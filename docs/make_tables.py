@@ -497,9 +497,7 @@ ANSWERED = ("int8_centered", "kivi4", "klt4", "klt3", "klt2")
 """Columns of answers."""
 RULER = ("ruler-4096", "ruler-8192", "ruler-16384", "ruler-32000")
 ANSWERS = (
-    ("copying-4000", "copying"),
     ("copying", "copying"),
-    ("tracking-2048", "tracking"),
     ("tracking", "tracking"),
     *((name, "ruler") for name in RULER),
     ("answers", "gsm8k"),
@@ -614,6 +612,11 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         ["task, model, answers", *(f"`{name}`" for name in asked)],
         [[row[0], *(row[1 + ANSWERED.index(name)] for name in asked)] for row in answered],
     )
+    copied = [
+        row
+        for _, mine in _answers(list(_found(length / "copying", "copying")), "copying", sampled=False)
+        for row in _by_distance(mine)
+    ]
     for m in _models_in(benchmarks, LONGEST):
         cells_of = m.tasks["fidelity"].values()
         every += [(f"KL at {c.settings['length']:,} tokens", m, c) for c in cells_of if not c.outdated]
@@ -636,6 +639,7 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         ),
         _between("points-tools", tools_table(length / "tools") if (length / "tools").is_dir() else UNMEASURED),
         _between("points-answers", f"{answers}\n\nRuns of this page: {dated(made)}."),
+        _between("points-copying", table(["tokens back", *(f"`{name}`" for name in ANSWERED)], copied)),
         _between("points-unmeasured", _unmeasured(every)),
     )
 
@@ -667,6 +671,18 @@ def _answers(
         yield f"{task}{distances}{', sampled' * sampled}, {where}, {n:,}", mine
 
 
+def _by_distance(mine: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return a row for each context length: the length, then points of each preset of `ANSWERED`."""
+    kinds = next(iter(mine.values()))["by_kind"]
+    return [
+        [
+            f"{int(kind.rpartition(':')[2]):,}",
+            *(points(mine[name]["by_kind"][kind]) if name in mine else "" for name in ANSWERED),
+        ]
+        for kind in kinds
+    ]
+
+
 def _distances(summary: dict[str, Any]) -> str:
     """Name the context lengths of a task's questions: " at 8,192", " to 30,000", or nothing."""
     lengths = {int(kind.rpartition(":")[2]) for kind in summary.get("by_kind", ())}
@@ -683,6 +699,8 @@ def _unmeasured(every: list[tuple[str, Model, Cell]]) -> str:
         if missing := ", ".join(f"`{name}`" for name in CALIBRATED if name not in names):
             lacking.setdefault((what, missing), {})[model] = None
     rows = [[what, missing, ", ".join(models)] for (what, missing), models in lacking.items()]
+    if not rows:
+        return "Every task and length of this page has rows of klt."
     return table(["task", "not measured", "models"], rows, left=3)
 
 
