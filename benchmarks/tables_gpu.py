@@ -519,15 +519,27 @@ def close(folder: Path) -> str:
     names = ("int8_centered", "int4", "kivi4", "fp8", *PRESETS[4:])
     rows = {name: r for (name,), r in run_files.latest(data, ("scheme",)).items() if name in names}
     lines = [[f"`{n}`", f"{rows[n]['time_us']:.0f} us", f"{rows[n]['share_of_copy']:.2f}"] for n in names if n in rows]
-    more = [
-        f"{a['batch']} sequences {a['cuda_us']:.0f} us (kernel {a['kernel_us']:.1f})"
+    appended = [
+        [f"{a['batch']}", f"{a['cuda_us']:.0f} us", f"{a['kernel_us']:.1f} us"]
         for a in run_files.latest(data, ("batch",), "append").values()
     ]
-    stored = run_files.latest(data, ("scheme", "tokens"), "store_tokens") if "store_tokens" in data else {}
-    said = f"\n\nAppending the newest token of each sequence, one layer: {', '.join(more)}."
-    words = [f"`{n}` {t:,} tokens {r['us']:.1f} us" for (n, t), r in stored.items()]
-    said += f" Storing tokens packed: {', '.join(words)}." if stored else ""
-    return f"{table(['', 'time', 'share of copy bandwidth'], lines)}{said}\n\n{measured(data, rows.values(), 'python benchmarks/bench_close_gpu.py')}"
+    parts = [
+        table(["", "time", "share of copy bandwidth"], lines),
+        "One layer appends the newest token of each sequence in these times:",
+        table(["sequences", "time", "kernel"], appended),
+    ]
+    if "store_tokens" in data:
+        stored = run_files.latest(data, ("scheme", "tokens"), "store_tokens")
+        counts = sorted({tokens for _, tokens in stored})
+        named = dict.fromkeys(name for name, _ in stored)
+        cells = [
+            [f"`{n}`", *(f"{stored[n, t]['us']:.1f} us" if (n, t) in stored else "" for t in counts)] for n in named
+        ]
+        parts += [
+            "One layer stores tokens in these times:",
+            table(["", *(f"{t:,} tokens" for t in counts)], cells),
+        ]
+    return "\n\n".join([*parts, measured(data, rows.values(), "python benchmarks/bench_close_gpu.py")])
 
 
 def chunks(folder: Path) -> str:

@@ -190,7 +190,8 @@ def preset_table(benchmarks: Path) -> str:
         shapes = len({r["shape"] for r in timed})
         cards = " or one ".join(dict.fromkeys(card_of(known[r["run"]]) for r in timed))
         notes.append(
-            f"**Speed** compares attention of one new token with the fastest 16-bit kernel ({rivals}) on one {cards}."
+            "**Speed** compares attention of one new token with the fastest 16-bit kernel of the same run"
+            f" ({rivals}) on one {cards}."
             f" The range is the worst and the best of {shapes} shapes. The speed at the top of this page is for 32"
             f" sequences of {HELD_AT:,} tokens."
         )
@@ -603,14 +604,14 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
     asked_in = [(length / folder, task) for folder, task in ANSWERS]
     asked_in += [(page, task) for page in pages for task in dict.fromkeys(task for _, task in ANSWERS)]
     answered = [
-        [what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)]
+        [what, _right(mine), *(points(mine[name]) if name in mine else "" for name in ANSWERED)]
         for folder, task in asked_in
         for what, mine in _answers(cells([folder], task, task), task, folder.name == "sampled")
     ]
-    asked = [name for i, name in enumerate(ANSWERED, 1) if any(row[i] for row in answered)]
+    asked = [name for i, name in enumerate(ANSWERED, 2) if any(row[i] for row in answered)]
     answers = table(
-        ["task, model, answers", *(f"`{name}`" for name in asked)],
-        [[row[0], *(row[1 + ANSWERED.index(name)] for name in asked)] for row in answered],
+        ["task, model, answers", "16 bits right", *(f"`{name}`" for name in asked)],
+        [[*row[:2], *(row[2 + ANSWERED.index(name)] for name in asked)] for row in answered],
     )
     copied = [
         row
@@ -669,6 +670,12 @@ def _answers(
         n, distances = next(iter(asked.values()))
         where = _called(model) if dtype == "float16" else f"{_called(model)}, {dtype}"
         yield f"{task}{distances}{', sampled' * sampled}, {where}, {n:,}", mine
+
+
+def _right(mine: dict[str, dict[str, Any]]) -> str:
+    """Write the share of answers that the model's own cache has right, by a preset's share and its difference."""
+    one = next(iter(mine.values()))
+    return f"{one['accuracy'] - one['difference']:.1%}"
 
 
 def _by_distance(mine: dict[str, dict[str, Any]]) -> list[list[str]]:

@@ -3,7 +3,6 @@
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import tiny
@@ -11,7 +10,6 @@ import torch
 from messages import raises
 
 from kvbits.errors import DataError, SpecError
-from kvbits.evaluate import texts
 from kvbits.evaluate.texts import Text, novel, read_text, spread, spread_windows, windows
 
 
@@ -38,12 +36,8 @@ def test_json_lines_and_books(tmp_path):
     (tmp_path / "code.py").write_text("x = 1\n")
     assert read_text(str(tmp_path / "code.py")) == Text("code", "x = 1\n")
     assert read_text("novel").content == novel()
-    found = read_text("code")
-    assert (
-        found.name == "code"
-        and Path(texts.__file__).read_text() in found.content
-        and found.content.count("from __future__") > 50
-    )
+    # the same text in every version, or calibrations of one model would differ between versions
+    assert read_text("code").sha256.startswith("6d2beb299c4e56f9")
 
 
 def test_what_cannot_be_read_says_why(tmp_path):

@@ -1,8 +1,8 @@
-"""Texts to evaluate on, from local files, the hub, or the novel that is shipped.
+"""Texts to evaluate on, from local files, the hub, or shipped.
 
 novel                        the first chapters of Pride and Prejudice, shipped
 novel-start, novel-end       its halves: commands evaluate on the first and calibrate on the second
-code                         the source of kvbits itself, Python
+code                         modules of kvbits of November 2026, shipped
 FILE.txt, FILE.py, ...       UTF-8 text; the header and footer of a Project Gutenberg file are taken off
 wiki*.raw, wiki*.tokens      WikiText, joined as everyone does: one blank line between paragraphs
 FILE.jsonl                   one document a line: `text`, or `prefix` + `gold_completion` (C4 excerpts), or `question`
@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,17 +58,19 @@ class Text:
 
 def novel() -> str:
     """Return the first chapters of Pride and Prejudice (Jane Austen, 1813; public domain)."""
-    return (
-        importlib.resources.files("kvbits.evaluate")
-        .joinpath("data/pride_and_prejudice.txt")
-        .read_text(encoding="utf-8")
-    )
+    return _shipped("pride_and_prejudice.txt")
 
 
 def code() -> str:
-    """Return the Python source of this installation of kvbits, file by file."""
-    folder = Path(__file__).parents[1]
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
+    """Return a program: modules of kvbits as they were on 28 November 2026.
+
+    Every version calibrates on this text, so that two versions make the same calibration of a model, and share pages.
+    """
+    return _shipped("program.txt")
+
+
+def _shipped(file: str) -> str:
+    return importlib.resources.files("kvbits.evaluate").joinpath(f"data/{file}").read_text(encoding="utf-8")
 
 
 SHIPPED = {
