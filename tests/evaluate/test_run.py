@@ -473,6 +473,32 @@ def test_runs_at_once_lose_nothing_of_each_other(tmp_path):
         add(first, "u")
 
 
+def test_shares_of_a_run_make_what_the_whole_run_makes(model, tmp_path, monkeypatch):
+    """The second share runs between two files that the first one writes."""
+    sizes = {"tasks": ["copying"], "contexts": (60,), "repeats": 3}
+    write, waiting = results.ResultFile.write, ["int8.json"]
+
+    def interrupted(file, *how):
+        if waiting and file.path.name == waiting[0]:
+            waiting.clear()
+            run(model, tmp_path / "shares", share=(2, 2), **sizes)
+        write(file, *how)
+
+    run(model, tmp_path / "whole", **sizes)
+    monkeypatch.setattr(results.ResultFile, "write", interrupted)
+    run(model, tmp_path / "shares", share=(1, 2), **sizes)
+    for path in sorted((tmp_path / "whole").rglob("*.json")):
+        whole, shares = (results.read(p) for p in (path, tmp_path / "shares" / path.relative_to(tmp_path / "whole")))
+        assert shares["items"].keys() == whole["items"].keys() and len(shares["runs"]) == 2, path
+        assert shares["summary"] == whole["summary"], path
+
+
+@pytest.mark.parametrize("share", [(0, 2), (3, 2), (1, 0)])
+def test_a_share_that_is_none_is_refused(share):
+    with raises(SpecError, "share", f"{share[0]}/{share[1]}", "2/4"):
+        Options(share=share)
+
+
 @pytest.mark.parametrize(("task", "field"), [("mmlu", "subject"), ("gsm8k", "question")])
 def test_data_of_another_benchmark_is_named(model, tmp_path, task, field):
     path = tmp_path / "humaneval.jsonl"

@@ -126,7 +126,7 @@ class ResultFile:
         """
         self.run["seconds"] = round(self.run["seconds"] + seconds, 3)
         with contextlib.nullcontext() if self.path is None else locked(self.path.parent):
-            self._take_over()
+            self.take_over()
             used = {item["run"] for item in self.items.values()}
             self.data["runs"] = {
                 name: r for name, r in (self.data["runs"] | {self.run["id"]: self.run}).items() if name in used
@@ -138,8 +138,12 @@ class ResultFile:
                 self._version = _version(self.path)
             self._taken |= self.items.keys()
 
-    def _take_over(self) -> None:
-        """Take over the items that another process wrote since the file was read or written here."""
+    def take_over(self) -> None:
+        """Take over the items that another process wrote since the file was read or written here.
+
+        Raises:
+            SpecError: it wrote a file of other settings, or of another model, in its place.
+        """
         if self.path is None or _version(self.path) == self._version:
             return
         there = require_same(self.path, {part: self.data[part] for part in ("settings", "model")})

@@ -188,7 +188,7 @@ def _run(
     progress: bool,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Run the items of a task that files lack.
+    """Run the items of a task that files lack, as far as they are in this process's share.
 
     Args:
         what: names model and task in messages.
@@ -200,7 +200,8 @@ def _run(
             say(f"{what}: {name} is measured anew where its items are not of what {base.name} has: {', '.join(old)}")
             for key in old:
                 del file.items[key]
-    keys = task.item_keys()
+    part, parts = task.context.options.share
+    keys = task.item_keys()[part - 1 :: parts]
     todo = {key: [f for f in factories if key not in files[f.name].items] for key in keys}
     missing, every = sum(map(len, todo.values())), len(keys) * len(factories)
     if missing < every:
@@ -218,11 +219,18 @@ def _run(
                     # the base runs again beside others; what an earlier run measured stays
                     if key not in files[f.name].items:
                         files[f.name].add(key, records[key][f.name])
-                summarize = functools.partial(task.summary, files[f.name].items, files[base.name].items)
-                files[f.name].write(seconds, summarize)
+                files[f.name].write(seconds, functools.partial(_summary, task, files[f.name], files[base.name]))
     return {
         name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()
     }
+
+
+def _summary(task: Task, file: ResultFile, base: ResultFile) -> dict[str, Any]:
+    """Return the summary of a file that has just taken over what other processes wrote: the base's items were written
+    before them.
+    """
+    base.take_over()
+    return task.summary(file.items, base.items)
 
 
 def _own(scheme: Scheme | None, given: Calibration | None) -> dict[str, Any]:

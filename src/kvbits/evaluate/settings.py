@@ -32,6 +32,13 @@ def _pairs(option: str, given: list[str]) -> dict[str, str]:
     return dict(g.split("=", 1) for g in given)
 
 
+def _share(option: str, text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal()):
+        raise SpecError(f"{option} {text!r} is not a part of a number of parts, like 2/4")
+    return int(part), int(parts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Sizes of an evaluation. Tasks that are not named take what they usually take.
@@ -42,6 +49,7 @@ class Options:
         limit: problems of a benchmark; a larger limit adds to a smaller one's.
         batch_size: figures depend on it by rounding alone, but for speeds, which are of single windows only. None for
             the task's usual number (`Task.usual_batch`); attention and decode take one.
+        share: (part, parts): a run takes every `parts`-th item, from the `part`-th on.
 
     Raises:
         SpecError: an invalid number, or data of no benchmark.
@@ -89,6 +97,13 @@ class Options:
         {}, "Benchmark file, like humaneval=HumanEval.jsonl. Repeatable.", read=_pairs, many=True
     )
     seed: int = setting(0, "Seed that draws prompts and samples.")
+    share: tuple[int, int] = setting(
+        (1, 1),
+        "The part of all items that this process takes: 2/4 is the second of four. Processes of one --out write the"
+        " same files.",
+        read=_share,
+        shown="1/1",
+    )
 
     def __post_init__(self) -> None:
         for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats", "batch_size", "limit"):
@@ -102,6 +117,10 @@ class Options:
             raise SpecError(too_small("contexts", bad_contexts[0], 1))
         if unknown := [name for name in self.data if name not in DATA]:
             raise SpecError(f"data {unknown[0]!r} belongs to no benchmark; known: {', '.join(DATA)}")
+        if not 1 <= self.share[0] <= self.share[1]:
+            raise SpecError(
+                f"share {self.share[0]}/{self.share[1]} is not a part of so many parts; give one from 1 on, like 2/4"
+            )
         if bad := [d for d in self.depths if not 0 <= d <= 1]:
             raise SpecError(f"depth {bad[0]} is outside 0 (start) to 1 (end)")
 
