@@ -191,7 +191,7 @@ def preset_table(benchmarks: Path) -> str:
         cards = " or one ".join(dict.fromkeys(card_of(known[r["run"]]) for r in timed))
         notes.append(
             "**Speed** compares attention of one new token with the fastest 16-bit kernel of the same run"
-            f" ({rivals}) on one {cards}."
+            f" ({rivals}). It was measured on one {cards}."
             f" The range is the worst and the best of {shapes} shapes. The speed at the top of this page is for 32"
             f" sequences of {HELD_AT:,} tokens."
         )
