@@ -8,6 +8,8 @@ import json
 import math
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import commands
@@ -19,7 +21,7 @@ from messages import mentions, raises
 from kvbits import runs, schemes
 from kvbits.calibrate.sampling import Sample, windows_of
 from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
-from kvbits.evaluate import results
+from kvbits.evaluate import calibrator, results
 from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, expand, factory, held_bytes, read_caches
 from kvbits.evaluate.calibrator import USUAL, Calibrator
 from kvbits.evaluate.run import Evaluation
@@ -279,15 +281,13 @@ def test_schemes_that_need_it_are_calibrated_on_other_text_and_the_file_is_kept(
 
 
 def test_a_calibration_that_another_run_replaced_is_said(model, tmp_path, monkeypatch):
-    calibrator = Calibrator(
-        model, tiny.tokenizer(), Text("mine", novel()[90_000:99_000]), tests=TEXTS, directory=tmp_path
-    )
+    mine = Calibrator(model, tiny.tokenizer(), Text("mine", novel()[90_000:99_000]), tests=TEXTS, directory=tmp_path)
     theirs = Calibrator(
         model, tiny.tokenizer(), Text("theirs", novel()[50_000:59_000]), tests=TEXTS, directory=tmp_path
     )
-    monkeypatch.setattr(calibrator, "prepare", theirs.prepare)
+    monkeypatch.setattr(mine, "prepare", theirs.prepare)
     with raises(CalibrationError, "int8_static.safetensors"):
-        calibrator(factory_scheme(model))
+        mine(factory_scheme(model))
 
 
 def test_all_schemes_are_calibrated_in_one_pass(model, tmp_path, monkeypatch):
@@ -491,6 +491,29 @@ def test_shares_of_a_run_make_what_the_whole_run_makes(model, tmp_path, monkeypa
         whole, shares = (results.read(p) for p in (path, tmp_path / "shares" / path.relative_to(tmp_path / "whole")))
         assert shares["items"].keys() == whole["items"].keys() and len(shares["runs"]) == 2, path
         assert shares["summary"] == whole["summary"], path
+
+
+def test_processes_that_begin_together_calibrate_once(model, tmp_path, monkeypatch):
+    text, calls, said = Text("other", novel()[9000:20000]), [], []
+    how = {"sample": Sample(2, 64), "directory": tmp_path}
+    first = Calibrator(model, tiny.tokenizer(), text, **how)
+    second = Calibrator(model, tiny.tokenizer(), text, say=said.append, **how)
+    real = calibrator.calibrated
+
+    def slow(*given, **more):
+        calls.append(1)
+        if len(calls) == 1:
+            other.start()
+            deadline = time.monotonic() + 30
+            while not said and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return real(*given, **more)
+
+    other = threading.Thread(target=second.prepare, args=([factory_scheme(model)],))
+    monkeypatch.setattr(calibrator, "calibrated", slow)
+    first.prepare([factory_scheme(model)])
+    other.join()
+    assert len(calls) == 1 and second(factory_scheme(model)).id == first(factory_scheme(model)).id
 
 
 @pytest.mark.parametrize("share", [(0, 2), (3, 2), (1, 0)])
