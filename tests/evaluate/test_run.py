@@ -26,7 +26,7 @@ from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, expand, factory,
 from kvbits.evaluate.calibrator import USUAL, Calibrator
 from kvbits.evaluate.run import Evaluation
 from kvbits.evaluate.settings import Options
-from kvbits.evaluate.tasks import TASKS, Context, load, names_of
+from kvbits.evaluate.tasks import TASKS, Context, load, names_of, replay
 from kvbits.evaluate.tasks import text as text_tasks
 from kvbits.evaluate.texts import Text, mixed, novel, spread_windows
 from kvbits.model_ref import ModelRef
@@ -465,8 +465,13 @@ def test_runs_at_once_lose_nothing_of_each_other(tmp_path):
     found = add(first, "z")
     assert found.keys() == {"x", "y", "z"} and results.read(path)["runs"].keys() == {"a"} | set(found.values())
     assert results.read(path)["summary"] == {"items": 3}
-    del first.items["y"]  # to be measured anew
+    first.drop("y")  # to be measured anew
     assert add(second, "w").keys() == {"x", "y", "z", "w"} and add(first, "v").keys() == {"x", "z", "w", "v"}
+    assert add(second, "y")["y"] == "b" == add(first, "u")["y"], "measured anew by another process"
+    before = results.read(path)["runs"]["b"]["seconds"]
+    add(second, "t")
+    add(first, "s")
+    assert results.read(path)["runs"]["b"]["seconds"] == before + 1, "of another run the newest record stands"
     other = results.ResultFile(path, header | {"settings": {"length": 400}}, runs.record(), overwrite=True)
     assert add(other, "x").keys() == {"x"}
     with raises(SpecError, "length", 200, 400, "--out", "--overwrite"):
@@ -491,6 +496,67 @@ def test_shares_of_a_run_make_what_the_whole_run_makes(model, tmp_path, monkeypa
         whole, shares = (results.read(p) for p in (path, tmp_path / "shares" / path.relative_to(tmp_path / "whole")))
         assert shares["items"].keys() == whole["items"].keys() and len(shares["runs"]) == 2, path
         assert shares["summary"] == whole["summary"], path
+
+
+def test_a_share_that_begins_while_another_writes_keeps_the_other_s_chains(model, tmp_path, monkeypatch):
+    """The second share reads files of the base before, and of the others after the first share wrote them."""
+    sizes = {"tasks": ["replay"], "schemes": ["int8"], "windows": 2, "length": 700, "chunk": 16}
+    make, waiting = results.ResultFile.__init__, ["int8.json"]
+
+    def interrupted(file, path, *how, **more):
+        if waiting and path.name == waiting[0]:
+            waiting.clear()
+            run(model, tmp_path, share=(1, 2), **sizes)
+        make(file, path, *how, **more)
+
+    monkeypatch.setattr(results.ResultFile, "__init__", interrupted)
+    run(model, tmp_path, share=(2, 2), **sizes)
+    for path in tmp_path.rglob("*.json"):
+        assert results.read(path)["items"].keys() == {"planning@0", "planning@1"}, path
+
+
+def test_shares_measure_anew_what_is_of_no_chain(model, tmp_path, monkeypatch):
+    sizes = {"tasks": ["replay"], "schemes": ["int8"], "windows": 2, "length": 700, "chunk": 16}
+    run(model, tmp_path, **sizes)
+    folder = tmp_path / "tiny-float32" / "replay"
+    (folder / "32-bit.json").unlink()
+    write, waiting = results.ResultFile.write, ["32-bit.json"]
+
+    def interrupted(file, *how):
+        if waiting and file.path.name == waiting[0]:
+            waiting.clear()
+            run(model, tmp_path, share=(2, 2), **sizes)
+        write(file, *how)
+
+    monkeypatch.setattr(results.ResultFile, "write", interrupted)
+    run(model, tmp_path, share=(1, 2), **sizes)
+    base, int8 = (results.read(folder / f"{name}.json") for name in ("32-bit", "int8"))
+    assert {key: item["run"] for key, item in int8["items"].items()} == {k: i["run"] for k, i in base["items"].items()}
+    assert len(base["items"]) == len(base["runs"]) == 2
+
+
+def test_a_share_of_chains_writes_no_others(model, tmp_path, monkeypatch):
+    written, write = [], replay.write
+    monkeypatch.setattr(
+        replay, "write", lambda m, f, starts, *how: written.append(len(starts)) or write(m, f, starts, *how)
+    )
+    run(model, tmp_path, tasks=["replay"], schemes=["int8"], windows=4, length=700, chunk=16, share=(2, 2))
+    assert written == [2]
+
+
+def test_an_empty_share_is_said(model, tmp_path):
+    said = []
+    evaluation = Evaluation(
+        name="tiny",
+        schemes=["int8"],
+        tasks=["fidelity"],
+        texts=TEXTS,
+        out=tmp_path,
+        options=Options(**OPTIONS, share=(3, 3)),
+    )
+    found = evaluation.run(model, tiny.tokenizer(), progress=False, say=said.append)
+    assert found == {"fidelity": {"32-bit": {}, "int8": {}}} and not list(tmp_path.rglob("*.json"))
+    assert any("3/3" in message for message in said)
 
 
 def test_processes_that_begin_together_calibrate_once(model, tmp_path, monkeypatch):
