@@ -13,7 +13,7 @@ import re
 import secrets
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,21 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make a folder, and have other processes wait while this one reads and replaces files of it."""
+def locked(folder: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Make a folder, and have other processes wait while this one reads and replaces files of it.
+
+    Args:
+        on_wait: called once where another process has the folder locked.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
         os.close(fd)

@@ -8,6 +8,8 @@ import json
 import math
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import commands
@@ -19,12 +21,12 @@ from messages import mentions, raises
 from kvbits import runs, schemes
 from kvbits.calibrate.sampling import Sample, windows_of
 from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
-from kvbits.evaluate import results
+from kvbits.evaluate import calibrator, results
 from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, expand, factory, held_bytes, read_caches
 from kvbits.evaluate.calibrator import USUAL, Calibrator
 from kvbits.evaluate.run import Evaluation
 from kvbits.evaluate.settings import Options
-from kvbits.evaluate.tasks import TASKS, Context, load, names_of
+from kvbits.evaluate.tasks import TASKS, Context, load, names_of, replay
 from kvbits.evaluate.tasks import text as text_tasks
 from kvbits.evaluate.texts import Text, mixed, novel, spread_windows
 from kvbits.model_ref import ModelRef
@@ -279,15 +281,13 @@ def test_schemes_that_need_it_are_calibrated_on_other_text_and_the_file_is_kept(
 
 
 def test_a_calibration_that_another_run_replaced_is_said(model, tmp_path, monkeypatch):
-    calibrator = Calibrator(
-        model, tiny.tokenizer(), Text("mine", novel()[90_000:99_000]), tests=TEXTS, directory=tmp_path
-    )
+    mine = Calibrator(model, tiny.tokenizer(), Text("mine", novel()[90_000:99_000]), tests=TEXTS, directory=tmp_path)
     theirs = Calibrator(
         model, tiny.tokenizer(), Text("theirs", novel()[50_000:59_000]), tests=TEXTS, directory=tmp_path
     )
-    monkeypatch.setattr(calibrator, "prepare", theirs.prepare)
+    monkeypatch.setattr(mine, "prepare", theirs.prepare)
     with raises(CalibrationError, "int8_static.safetensors"):
-        calibrator(factory_scheme(model))
+        mine(factory_scheme(model))
 
 
 def test_all_schemes_are_calibrated_in_one_pass(model, tmp_path, monkeypatch):
@@ -465,8 +465,13 @@ def test_runs_at_once_lose_nothing_of_each_other(tmp_path):
     found = add(first, "z")
     assert found.keys() == {"x", "y", "z"} and results.read(path)["runs"].keys() == {"a"} | set(found.values())
     assert results.read(path)["summary"] == {"items": 3}
-    del first.items["y"]  # to be measured anew
+    first.drop("y")  # to be measured anew
     assert add(second, "w").keys() == {"x", "y", "z", "w"} and add(first, "v").keys() == {"x", "z", "w", "v"}
+    assert add(second, "y")["y"] == "b" == add(first, "u")["y"], "measured anew by another process"
+    before = results.read(path)["runs"]["b"]["seconds"]
+    add(second, "t")
+    add(first, "s")
+    assert results.read(path)["runs"]["b"]["seconds"] == before + 1, "of another run the newest record stands"
     other = results.ResultFile(path, header | {"settings": {"length": 400}}, runs.record(), overwrite=True)
     assert add(other, "x").keys() == {"x"}
     with raises(SpecError, "length", 200, 400, "--out", "--overwrite"):
@@ -491,6 +496,90 @@ def test_shares_of_a_run_make_what_the_whole_run_makes(model, tmp_path, monkeypa
         whole, shares = (results.read(p) for p in (path, tmp_path / "shares" / path.relative_to(tmp_path / "whole")))
         assert shares["items"].keys() == whole["items"].keys() and len(shares["runs"]) == 2, path
         assert shares["summary"] == whole["summary"], path
+
+
+def test_a_share_that_begins_while_another_writes_keeps_the_other_s_chains(model, tmp_path, monkeypatch):
+    """The second share reads files of the base before, and of the others after the first share wrote them."""
+    sizes = {"tasks": ["replay"], "schemes": ["int8"], "windows": 2, "length": 700, "chunk": 16}
+    make, waiting = results.ResultFile.__init__, ["int8.json"]
+
+    def interrupted(file, path, *how, **more):
+        if waiting and path.name == waiting[0]:
+            waiting.clear()
+            run(model, tmp_path, share=(1, 2), **sizes)
+        make(file, path, *how, **more)
+
+    monkeypatch.setattr(results.ResultFile, "__init__", interrupted)
+    run(model, tmp_path, share=(2, 2), **sizes)
+    for path in tmp_path.rglob("*.json"):
+        assert results.read(path)["items"].keys() == {"planning@0", "planning@1"}, path
+
+
+def test_shares_measure_anew_what_is_of_no_chain(model, tmp_path, monkeypatch):
+    sizes = {"tasks": ["replay"], "schemes": ["int8"], "windows": 2, "length": 700, "chunk": 16}
+    run(model, tmp_path, **sizes)
+    folder = tmp_path / "tiny-float32" / "replay"
+    (folder / "32-bit.json").unlink()
+    write, waiting = results.ResultFile.write, ["32-bit.json"]
+
+    def interrupted(file, *how):
+        if waiting and file.path.name == waiting[0]:
+            waiting.clear()
+            run(model, tmp_path, share=(2, 2), **sizes)
+        write(file, *how)
+
+    monkeypatch.setattr(results.ResultFile, "write", interrupted)
+    run(model, tmp_path, share=(1, 2), **sizes)
+    base, int8 = (results.read(folder / f"{name}.json") for name in ("32-bit", "int8"))
+    assert {key: item["run"] for key, item in int8["items"].items()} == {k: i["run"] for k, i in base["items"].items()}
+    assert len(base["items"]) == len(base["runs"]) == 2
+
+
+def test_a_share_of_chains_writes_no_others(model, tmp_path, monkeypatch):
+    written, write = [], replay.write
+    monkeypatch.setattr(
+        replay, "write", lambda m, f, starts, *how: written.append(len(starts)) or write(m, f, starts, *how)
+    )
+    run(model, tmp_path, tasks=["replay"], schemes=["int8"], windows=4, length=700, chunk=16, share=(2, 2))
+    assert written == [2]
+
+
+def test_an_empty_share_is_said(model, tmp_path):
+    said = []
+    evaluation = Evaluation(
+        name="tiny",
+        schemes=["int8"],
+        tasks=["fidelity"],
+        texts=TEXTS,
+        out=tmp_path,
+        options=Options(**OPTIONS, share=(3, 3)),
+    )
+    found = evaluation.run(model, tiny.tokenizer(), progress=False, say=said.append)
+    assert found == {"fidelity": {"32-bit": {}, "int8": {}}} and not list(tmp_path.rglob("*.json"))
+    assert any("3/3" in message for message in said)
+
+
+def test_processes_that_begin_together_calibrate_once(model, tmp_path, monkeypatch):
+    text, calls, said = Text("other", novel()[9000:20000]), [], []
+    how = {"sample": Sample(2, 64), "directory": tmp_path}
+    first = Calibrator(model, tiny.tokenizer(), text, **how)
+    second = Calibrator(model, tiny.tokenizer(), text, say=said.append, **how)
+    real = calibrator.calibrated
+
+    def slow(*given, **more):
+        calls.append(1)
+        if len(calls) == 1:
+            other.start()
+            deadline = time.monotonic() + 30
+            while not said and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return real(*given, **more)
+
+    other = threading.Thread(target=second.prepare, args=([factory_scheme(model)],))
+    monkeypatch.setattr(calibrator, "calibrated", slow)
+    first.prepare([factory_scheme(model)])
+    other.join()
+    assert len(calls) == 1 and second(factory_scheme(model)).id == first(factory_scheme(model)).id
 
 
 @pytest.mark.parametrize("share", [(0, 2), (3, 2), (1, 0)])

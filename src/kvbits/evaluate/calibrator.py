@@ -20,6 +20,7 @@ from ..calibrate import Calibration, kept
 from ..calibrate.moments import BEGINNING
 from ..calibrate.sampling import Sample, about, calibrated
 from ..errors import CalibrationError, SpecError
+from ..files import locked
 from ..model_ref import ModelRef
 from ..spec import FRAME
 from .texts import Text, first_half_of_novel, novel_end
@@ -180,16 +181,19 @@ class Calibrator:
             missing = [s for s in missing if not self._share(s)]
         if not missing:
             return
-        partial = None
-        if self.directory is not None:
-            self.directory.mkdir(parents=True, exist_ok=True)
+        if self.directory is None:
+            self._made |= dict(zip(missing, self._measured(missing), strict=True))
+            return
+        waiting = f"another process calibrates into {self.directory}; waiting for it"
+        with locked(self.directory, lambda: self.say(waiting)):
+            if not (missing := [s for s in missing if self._kept(s) is None]):
+                return
             partial = self.directory / f"{hashlib.sha256(repr(missing).encode()).hexdigest()[:8]}.partial"
-        made = calibrated(self.ref.loaded, self.tokenizer, self.text, self.sample, missing, resume=partial)
-        for scheme, found in zip(missing, made, strict=True):
-            if self.directory is None:
-                self._made[scheme] = found
-            else:
+            for scheme, found in zip(missing, self._measured(missing, partial), strict=True):
                 found.save(self._path(self.directory, scheme))
+
+    def _measured(self, schemes: list[Scheme], partial: Path | None = None) -> list[Calibration]:
+        return calibrated(self.ref.loaded, self.tokenizer, self.text, self.sample, schemes, resume=partial)
 
     def _share(self, scheme: Scheme) -> bool:
         """Take what is kept of the model for a scheme, if its texts allow it."""

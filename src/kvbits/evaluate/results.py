@@ -99,12 +99,12 @@ class ResultFile:
             {"format": FORMAT, "version": VERSION} | header | {"runs": {}, "items": {}, "summary": {}}
         )
         self._version = _version(path)
-        self._taken = set[str]()  # keys of the file, as far as it was read or written
+        self._added = set[str]()
+        self._dropped: dict[str, Any] = {}
         if path is not None and path.exists():
             old = read(path) if overwrite else require_same(path, {k: header[k] for k in ("settings", "model")})
             if old is not None and not old.get("trimmed") and not different(header, old):
                 self.data |= {"runs": old["runs"], "items": old["items"], "summary": old["summary"]}
-                self._taken |= old["items"].keys()
 
     @property
     def items(self) -> dict[str, Any]:
@@ -113,6 +113,12 @@ class ResultFile:
 
     def add(self, key: str, record: dict[str, Any]) -> None:
         self.items[key] = {"run": self.run["id"]} | record
+        self._added.add(key)
+
+    def drop(self, key: str) -> None:
+        """Remove an item that is to be measured anew, by this process or by another one."""
+        self._dropped[key] = self.items.pop(key)
+        self._added.discard(key)
 
     def write(self, seconds: float, summarize: Callable[[], dict[str, Any]]) -> None:
         """Replace the file once the new one is whole. Items that another process wrote meanwhile are taken over.
@@ -136,23 +142,25 @@ class ResultFile:
                 with whole(self.path) as partial:
                     partial.write_text(dumps(self.data) + "\n")
                 self._version = _version(self.path)
-            self._taken |= self.items.keys()
 
     def take_over(self) -> None:
-        """Take over the items that another process wrote since the file was read or written here.
+        """Take over the items that another process wrote since the file was read or written here. Items that were
+        added here stay.
 
         Raises:
             SpecError: it wrote a file of other settings, or of another model, in its place.
         """
-        if self.path is None or _version(self.path) == self._version:
+        version = _version(self.path)
+        if self.path is None or version == self._version:
             return
         there = require_same(self.path, {part: self.data[part] for part in ("settings", "model")})
         if there is None:
             return
-        new = {key: item for key, item in there["items"].items() if key not in self._taken}
-        self.data["runs"] = there["runs"] | self.data["runs"]
-        self.items.update({key: item for key, item in new.items() if key not in self.items})
-        self._taken |= new.keys()
+        self.data["runs"] |= there["runs"]
+        for key, item in there["items"].items():
+            if key not in self._added and item != self._dropped.get(key):
+                self.items[key] = item
+        self._version = version
 
 
 def _version(path: Path | None) -> tuple[int, int, int] | None:

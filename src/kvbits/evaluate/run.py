@@ -194,18 +194,21 @@ def _run(
         what: names model and task in messages.
     """
     base = factories[0]
+    files[base.name].take_over()  # its items of another process were written before those that were just read
     task.kept = files[base.name].items
     for name, file in files.items():
         if old := [key for key, record in file.items.items() if not task.pairs(record, task.kept.get(key))]:
             say(f"{what}: {name} is measured anew where its items are not of what {base.name} has: {', '.join(old)}")
             for key in old:
-                del file.items[key]
-    part, parts = task.context.options.share
-    keys = task.item_keys()[part - 1 :: parts]
+                file.drop(key)
+    keys, (part, parts) = task.own_keys(), task.context.options.share
+    if not keys:
+        say(f"{what}: share {part}/{parts} is empty, because there are {len(task.item_keys()):,} items")
     todo = {key: [f for f in factories if key not in files[f.name].items] for key in keys}
     missing, every = sum(map(len, todo.values())), len(keys) * len(factories)
     if missing < every:
-        say(f"{what}: {every - missing:,} of {every:,} items are there already")
+        of_share = "" if parts == 1 else f" of share {part}/{parts}"
+        say(f"{what}: {every - missing:,} of {every:,} items{of_share} are there already")
     if task.relative:  # the others need the base beside them
         todo = {key: [base, *(f for f in fs if f is not base)] if fs else [] for key, fs in todo.items()}
     total = sum(task.size(key) * len(fs) for key, fs in todo.items())

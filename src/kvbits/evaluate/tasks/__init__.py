@@ -112,6 +112,11 @@ class Task:
         """Return the items, in order."""
         raise NotImplementedError
 
+    def own_keys(self) -> list[str]:
+        """Return the items in this process's share, in order."""
+        part, parts = self.context.options.share
+        return self.item_keys()[part - 1 :: parts]
+
     def size(self, key: str) -> int:
         """Return how much progress one cache makes with an item."""
         return 1

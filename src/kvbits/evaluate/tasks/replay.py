@@ -120,7 +120,7 @@ class ReplayTask(FidelityTask):
 
     def _know(self, base: CacheFactory, key: str) -> None:
         """Find the chain of an item: as the 16-bit cache's results have it, or a new one, written together with those
-        of the next items that lack theirs.
+        of the next items of this process that lack theirs.
         """
         if key in self.kept:
             self._windows[key], self._starts[key] = (
@@ -129,7 +129,7 @@ class ReplayTask(FidelityTask):
             )
         if key in self._windows:
             return
-        keys = self.item_keys()
+        keys = self.own_keys()
         new = [k for k in keys[keys.index(key) :] if k not in self._windows and k not in self.kept][: self.batch]
         starts, chains = self._written(new, base)
         for one, start, chain in zip(new, starts, chains, strict=True):
