@@ -613,11 +613,8 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         ["task, model, answers", "16 bits right", *(f"`{name}`" for name in asked)],
         [[*row[:2], *(row[2 + ANSWERED.index(name)] for name in asked)] for row in answered],
     )
-    copied = [
-        row
-        for _, mine in _answers(list(_found(length / "copying", "copying")), "copying", sampled=False)
-        for row in _by_distance(mine)
-    ]
+    copies = list(_found(length / "copying", "copying")) if (length / "copying").is_dir() else []
+    copied = [row for _, mine in _answers(copies, "copying", sampled=False) for row in _by_distance(mine)]
     for m in _models_in(benchmarks, LONGEST):
         cells_of = m.tasks["fidelity"].values()
         every += [(f"KL at {c.settings['length']:,} tokens", m, c) for c in cells_of if not c.outdated]
@@ -631,6 +628,7 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
             ),
         ),
         _between("points-decode", table(["model", "cache", "KL", "worst", "same token", "read raw"], decoded, left=2)),
+        _between("points-copying", table(["tokens back", *(f"`{name}`" for name in ANSWERED)], copied)),
         _between(
             "points-texts",
             table(
@@ -640,7 +638,6 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         ),
         _between("points-tools", tools_table(length / "tools") if (length / "tools").is_dir() else UNMEASURED),
         _between("points-answers", f"{answers}\n\nRuns of this page: {dated(made)}."),
-        _between("points-copying", table(["tokens back", *(f"`{name}`" for name in ANSWERED)], copied)),
         _between("points-unmeasured", _unmeasured(every)),
     )
 
