@@ -188,7 +188,7 @@ def preset_table(benchmarks: Path) -> str:
     if timed:
         rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in timed))
         shapes = len({r["shape"] for r in timed})
-        cards = " or one ".join(dict.fromkeys(card_of(known[r["run"]]) for r in timed))
+        cards = " and one ".join(dict.fromkeys(card_of(known[r["run"]]) for r in timed))
         notes.append(
             "**Speed** compares attention of one new token with the fastest 16-bit kernel of the same run"
             f" ({rivals}). It was measured on one {cards}."

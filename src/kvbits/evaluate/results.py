@@ -99,8 +99,8 @@ class ResultFile:
             {"format": FORMAT, "version": VERSION} | header | {"runs": {}, "items": {}, "summary": {}}
         )
         self._version = _version(path)
-        self._added = set[str]()
-        self._dropped: dict[str, Any] = {}
+        self._added = set[str]()  # keys of items that were measured here, which stand
+        self._dropped: dict[str, Any] = {}  # items that are to be measured anew, by key
         if path is not None and path.exists():
             old = read(path) if overwrite else require_same(path, {k: header[k] for k in ("settings", "model")})
             if old is not None and not old.get("trimmed") and not different(header, old):

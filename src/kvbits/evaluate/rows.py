@@ -22,7 +22,7 @@ TEMPERATURE = 0.8
 """Temperature of sampling."""
 MOST_ENDED = 1 / 4
 """Share of a batch's rows that may have ended before they leave it. When rows leave, page lists come back from the GPU
-and a dense cache is copied, which takes longer than a step of some rows more.
+and a dense cache is copied, which takes longer than a step with some rows that ended.
 """
 
 

@@ -35,7 +35,7 @@ def _pairs(option: str, given: list[str]) -> dict[str, str]:
 def _share(option: str, text: str) -> tuple[int, int]:
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal()):
-        raise SpecError(f"{option} {text!r} is not a part of a number of parts, like 2/4")
+        raise SpecError(f"{option} {text!r} is not two numbers like 2/4, the second of four parts")
     return int(part), int(parts)
 
 
@@ -119,7 +119,7 @@ class Options:
             raise SpecError(f"data {unknown[0]!r} belongs to no benchmark; known: {', '.join(DATA)}")
         if not 1 <= self.share[0] <= self.share[1]:
             raise SpecError(
-                f"share {self.share[0]}/{self.share[1]} is not a part of so many parts; give one from 1 on, like 2/4"
+                f"share {self.share[0]}/{self.share[1]}: the first number is a part, from 1 to the second, like 2/4"
             )
         if bad := [d for d in self.depths if not 0 <= d <= 1]:
             raise SpecError(f"depth {bad[0]} is outside 0 (start) to 1 (end)")

@@ -1,4 +1,4 @@
-"""Texts to evaluate on, from local files, the hub, or shipped.
+"""Texts to evaluate on: shipped ones, local files, and data sets of the hub.
 
 novel                        the first chapters of Pride and Prejudice, shipped
 novel-start, novel-end       its halves: commands evaluate on the first and calibrate on the second
